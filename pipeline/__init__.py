@@ -1,0 +1,1 @@
+"""Training, export and evaluation of DFlash block drafters on stored hidden states."""
