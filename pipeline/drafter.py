@@ -171,8 +171,9 @@ class DFlashDrafter(nn.Module):
             raise UserError(f"{folder} has no model.safetensors: a drafter folder holds config.json and model.safetensors; "
                             "export one with `python launch/export.py CHECKPOINT OUT`")
         drafter = cls(config)
+        tensors = load_file(path)
         check_tensors({k: tuple(v.shape) for k, v in drafter.named_parameters()},
-                      {k: tuple(v.shape) for k, v in (tensors := load_file(path)).items()}, str(path))
+                      {k: tuple(v.shape) for k, v in tensors.items()}, str(path))
         drafter.load_state_dict(tensors)
         return drafter.to(dtype).eval()
 

@@ -59,8 +59,7 @@ class _BlockLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_numerator, *_):
-        # In place: the kept gradient belongs to this one backward pass.
-        return ctx.grad.mul_(grad_numerator), None, None, None, None, None, None, None
+        return ctx.grad * grad_numerator, None, None, None, None, None, None, None
 
 
 def _chunk(hidden_CKD, head_VD, labels_CJ, mask_CJ, credit, nll_CJ, weights_CJ, correct_CJ, grad_CKD) -> None:
