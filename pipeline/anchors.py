@@ -12,27 +12,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
-
-def valid_anchor_mask(loss_mask_S: np.ndarray) -> np.ndarray:
-    """bool [S]: positions whose own token and next token are both supervised."""
-    supervised = np.asarray(loss_mask_S, dtype=bool)
-    valid = np.zeros_like(supervised)
-    valid[:-1] = supervised[:-1] & supervised[1:]
-    return valid
+from data_prep.shards import anchor_positions
 
 
-def draw_anchors(loss_mask_S: np.ndarray, max_anchors: int, *, seed: int, epoch: int, key: str) -> np.ndarray:
+def draw_anchors(loss_mask_S: Tensor, max_anchors: int, *, seed: int, epoch: int, key: str) -> Tensor:
     """int64 [n], ascending: up to `max_anchors` valid positions, uniform without replacement.
 
     A pure function of its arguments: the same on every rank, in every worker, after every restart; another draw each
     epoch. Fewer valid positions than asked for are all taken.
     """
-    positions = np.flatnonzero(valid_anchor_mask(loss_mask_S))
+    positions = anchor_positions(loss_mask_S)
     if len(positions) > max_anchors:
         digest = hashlib.sha256(f"anchors/{seed}/{epoch}/{key}".encode()).digest()
         rng = np.random.default_rng(np.frombuffer(digest, dtype=np.uint32))
-        positions = np.sort(rng.choice(positions, size=max_anchors, replace=False))
-    return positions.astype(np.int64)
+        chosen = np.sort(rng.choice(len(positions), size=max_anchors, replace=False))
+        positions = positions[torch.from_numpy(chosen)]
+    return positions
 
 
 def block_labels(input_ids_BS: Tensor, loss_mask_BS: Tensor, anchors_BN: Tensor, used_BN: Tensor,

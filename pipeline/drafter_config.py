@@ -83,7 +83,11 @@ class DrafterConfig:
         """Reads a public drafter's config.json; refuses to guess what it leaves out."""
         if not path.is_file():
             raise UserError(f"{path} does not exist: a drafter folder holds config.json and model.safetensors")
-        public = json.loads(path.read_text())
+        return cls.from_public(json.loads(path.read_text()), str(path))
+
+    @classmethod
+    def from_public(cls, public: dict, path: str) -> "DrafterConfig":
+        """The content of a public config.json; `path` is where it came from, for messages."""
         dflash = public.get("dflash_config", {})
         missing = [f"dflash_config.{k}" for k in ("mask_token_id", "target_layer_ids") if dflash.get(k) is None]
         missing += [k for k in ("block_size", "num_target_layers", "head_dim", "vocab_size") if public.get(k) is None]

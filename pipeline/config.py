@@ -1,0 +1,141 @@
+"""The configuration of a training run: one typed schema, a YAML file a run, dotted overrides on the command line.
+
+    load_run("launch/runs/quickstart.yaml", ["optim.lr=1e-4", "out=runs/try"])
+
+Unknown keys, wrong types and impossible values are errors that name the key. The defaults are the paper's recipe.
+"""
+from pathlib import Path
+from typing import Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from data_prep.errors import UserError
+from pipeline.credit import DECAY_GAMMA
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class DataSection(_Section):
+    path: Path | None = Field(None, description="dataset folder (manifest.json and shards); default OUT/dataset")
+    workers: int = Field(2, ge=0, description="processes per rank that read ahead; 0 reads in the training process")
+
+
+class TargetSection(_Section):
+    path: Path | None = Field(None, description="target's Hugging Face folder; default OUT/target. Only its embedding "
+                                                "and head are read")
+
+
+class DrafterSection(_Section):
+    num_layers: int = Field(5, ge=1, description="drafter layers; the paper uses 3 and 5")
+    block_size: int = Field(16, ge=2, description="slots of a block, anchor included; block_size - 1 tokens are drafted")
+    target_layer_ids: list[int] | None = Field(None, description="default: the dataset's; if set, must equal them")
+    mask_token_id: int | None = Field(None, description="default: the dataset's; if set, must equal it")
+
+
+class LossSection(_Section):
+    credit: Literal["uniform", "decay", "dpace", "dpace_cumulative", "dpace_continuation"] = Field(
+        "dpace", description="weight of each slot in the loss (pipeline/credit.py)")
+    alpha: float = Field(0.5, gt=0, le=1, description="smoothing of D-PACE's weights, in (0, 1]; 0.3 to 0.7 is stable")
+    gamma: float | None = Field(None, gt=0, description="decay constant; default DFlash's for block 16, 10 and 8")
+    normalisation: Literal["global", "reference"] = Field(
+        "global", description="`reference` divides by the local batch as the published code does; for parity tests only")
+    max_anchors: int = Field(512, ge=1, description="blocks drawn per sequence and epoch")
+
+
+class OptimSection(_Section):
+    lr: float = Field(6e-4, gt=0, description="peak learning rate of AdamW")
+    min_lr: float = Field(0.0, ge=0, description="learning rate of the last step")
+    warmup_ratio: float = Field(0.04, ge=0, le=1, description="share of the steps with linear warm-up; cosine after it")
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = Field(1e-8, gt=0)
+    weight_decay: float = Field(0.0, ge=0)
+    clip: float = Field(1.0, gt=0, description="bound of the global gradient norm")
+    epochs: int = Field(6, ge=1)
+    max_steps: int | None = Field(None, ge=1, description="stop after so many optimizer steps; the learning rate's "
+                                                          "schedule ends there too")
+    global_batch: int = Field(64, ge=1, description="sequences per optimizer step, over all ranks and micro-batches")
+    micro_batch: int = Field(1, ge=1, description="sequences per rank and forward pass")
+
+
+class CheckpointSection(_Section):
+    every: int = Field(500, ge=1, description="optimizer steps between checkpoints; the last step is always saved")
+    keep: int = Field(2, ge=1, description="complete checkpoints that stay on the disk")
+
+
+class RunConfig(_Section):
+    out: Path = Field(description="folder of the run: checkpoints/, metrics.jsonl, tensorboard/")
+    seed: int = 0
+    precision: Literal["auto", "bf16", "fp32"] = Field(
+        "auto", description="auto: bf16 with fp32 master weights where the device computes in it, else fp32")
+    data: DataSection = DataSection()
+    target: TargetSection = TargetSection()
+    drafter: DrafterSection = DrafterSection()
+    loss: LossSection = LossSection()
+    optim: OptimSection = OptimSection()
+    checkpoint: CheckpointSection = CheckpointSection()
+
+    @model_validator(mode="after")
+    def _cross_checks(self):
+        K, gamma = self.drafter.block_size, self.loss.gamma
+        if self.loss.credit == "decay" and gamma is None and K not in DECAY_GAMMA:
+            raise ValueError(f"loss.gamma is needed for credit `decay` with block_size {K}: DFlash published constants "
+                             f"only for {sorted(DECAY_GAMMA)}; set loss.gamma")
+        if self.optim.min_lr > self.optim.lr:
+            raise ValueError(f"optim.min_lr {self.optim.min_lr} is above optim.lr {self.optim.lr}; lower it")
+        return self
+
+    @property
+    def data_path(self) -> Path:
+        return self.data.path or self.out / "dataset"
+
+    @property
+    def target_path(self) -> Path:
+        return self.target.path or self.out / "target"
+
+    def accumulation(self, world: int) -> int:
+        """Micro-batches per rank and optimizer step."""
+        per_pass = world * self.optim.micro_batch
+        if self.optim.global_batch % per_pass:
+            raise UserError(f"optim.global_batch {self.optim.global_batch} is no multiple of {world} ranks x "
+                            f"optim.micro_batch {self.optim.micro_batch} = {per_pass}: every rank takes equally many "
+                            "micro-batches; change one of the three")
+        return self.optim.global_batch // per_pass
+
+
+def load_run(path: str | Path, overrides: list[str] = ()) -> RunConfig:
+    """Reads a run file and applies `section.key=value` overrides (values are YAML)."""
+    path = Path(path)
+    if not path.is_file():
+        raise UserError(f"run file {path} does not exist; the ready ones are in launch/runs/")
+    try:
+        tree = yaml.safe_load(path.read_text()) or {}
+    except yaml.YAMLError as error:
+        raise UserError(f"run file {path} is not valid YAML: {error}") from error
+    for override in overrides:
+        _apply(tree, override)
+    return validate_run(tree, str(path))
+
+
+def validate_run(tree: dict, where: str) -> RunConfig:
+    try:
+        return RunConfig.model_validate(tree)
+    except ValidationError as error:
+        lines = [f"{'.'.join(map(str, e['loc'])) or 'run'}: {e['msg']} (got {e['input']!r})"[:400] for e in error.errors()]
+        raise UserError(f"{where}: " + "; ".join(lines) + "; the keys and their meaning are in pipeline/config.py and "
+                        "launch/runs/quickstart.yaml") from error
+
+
+def _apply(tree: dict, override: str) -> None:
+    name, found, text = override.partition("=")
+    if not found:
+        raise UserError(f"override {override!r} has no `=`; write section.key=value, for example optim.lr=1e-4")
+    *sections, key = name.split(".")
+    for section in sections:
+        tree = tree.setdefault(section, {})
+        if not isinstance(tree, dict):
+            raise UserError(f"override {override!r}: {section} is a value, not a section; the keys are in "
+                            "launch/runs/quickstart.yaml")
+    tree[key] = yaml.safe_load(text)

@@ -1,0 +1,84 @@
+"""The DeepSpeed engine: the JSON's "auto" values resolved from the run file, contradictions refused, the drafter wrapped.
+
+The run file owns batch sizes, learning rate, clipping and precision; the JSON owns how DeepSpeed works (ZeRO stage,
+buckets, offload). A value that both give must be the same.
+"""
+import json
+from pathlib import Path
+
+import deepspeed
+import torch
+
+from data_prep.errors import UserError
+from pipeline.config import RunConfig
+from pipeline.drafter import DFlashDrafter
+from pipeline.runtime import Runtime
+
+_MISSING = object()
+
+
+def _owned_values(run: RunConfig, runtime: Runtime) -> dict[str, tuple[object, str]]:
+    """DeepSpeed key -> (value, where the value comes from)."""
+    optim = run.optim
+    return {
+        "train_batch_size": (optim.global_batch, "optim.global_batch"),
+        "train_micro_batch_size_per_gpu": (optim.micro_batch, "optim.micro_batch"),
+        "gradient_accumulation_steps": (run.accumulation(runtime.world),
+                                        f"optim.global_batch / (optim.micro_batch x {runtime.world} ranks)"),
+        "gradient_clipping": (optim.clip, "optim.clip"),
+        "optimizer.params.lr": (optim.lr, "optim.lr"),
+        "optimizer.params.betas": (list(optim.betas), "optim.betas"),
+        "optimizer.params.eps": (optim.eps, "optim.eps"),
+        "optimizer.params.weight_decay": (optim.weight_decay, "optim.weight_decay"),
+        "bf16.enabled": (runtime.precision == "bf16", f"precision ({runtime.precision} on {runtime.device.type})"),
+    }
+
+
+def resolve_ds_config(path: str | Path, run: RunConfig, runtime: Runtime) -> dict:
+    """DeepSpeed's configuration with every "auto" filled in. UserError names both sides of a contradiction."""
+    path = Path(path)
+    if not path.is_file():
+        raise UserError(f"DeepSpeed configuration {path} does not exist; the ready ones are in ds_configs/")
+    try:
+        config = json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise UserError(f"DeepSpeed configuration {path} is not valid JSON: {error}") from error
+    if "scheduler" in config:
+        raise UserError(f"{path} has a `scheduler`: the learning rate is a function of the optimizer step and belongs to "
+                        "the run file (optim.lr, optim.warmup_ratio, optim.min_lr); remove it")
+    if config.get("fp16", {}).get("enabled"):
+        raise UserError(f"{path} enables fp16: hidden states overflow it; remove the section, bf16 is chosen by `precision`")
+    for name, (value, owner) in _owned_values(run, runtime).items():
+        *sections, key = name.split(".")
+        section = config
+        for part in sections:
+            section = section.setdefault(part, {})
+        given = section.get(key, _MISSING)
+        if given not in (_MISSING, "auto") and given != value:
+            raise UserError(f"{path} says {name} = {given}, the run says {value} ({owner}); write \"auto\" in the JSON, "
+                            "the run file owns this value")
+        section[key] = value
+    if unresolved := _autos(config):
+        raise UserError(f"{path}: nothing fills \"auto\" in {', '.join(unresolved)}; write a value")
+    return config
+
+
+def _autos(tree, name: str = "") -> list[str]:
+    if isinstance(tree, dict):
+        return [found for key, value in tree.items() for found in _autos(value, f"{name}.{key}" if name else key)]
+    return [name] if tree == "auto" else []
+
+
+def build_engine(drafter: DFlashDrafter, ds_config: dict, runtime: Runtime) -> deepspeed.DeepSpeedEngine:
+    """Partitions the drafter and its optimizer state; all ranks must hold the same drafter (rank 0's is broadcast)."""
+    engine, *_ = deepspeed.initialize(model=drafter, config=ds_config, model_parameters=list(drafter.parameters()))
+    masters = {tensor.dtype for tensor in getattr(engine.optimizer, "fp32_partitioned_groups_flat", [])}
+    if masters - {torch.float32}:
+        raise UserError(f"DeepSpeed keeps master weights in {masters}: they must be float32, or norm weights never move; "
+                        "remove the setting that changes it from the DeepSpeed JSON")
+    return engine
+
+
+def set_learning_rate(engine: deepspeed.DeepSpeedEngine, lr: float) -> None:
+    for group in engine.optimizer.param_groups:
+        group["lr"] = lr

@@ -1,0 +1,73 @@
+"""PNG pictures of a report: acceptance per slot, and the curves of the training run that made the drafter."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+
+from matplotlib import pyplot  # noqa: E402  (the backend has to be chosen first)
+
+from data_prep.errors import UserError  # noqa: E402
+
+TRAINED, UNTRAINED = "#1f6fb4", "#9a9a9a"
+# Key of the training log -> what its curve shows.
+CURVES = {
+    "loss": "loss",
+    "accepted_length": "accepted length + 1\n(teacher-forced)",
+    "accuracy": "share of right slots",
+    "lr": "learning rate",
+}
+
+
+def plot_acceptance(report: dict, path: Path) -> None:
+    """Two panels over the slots of a block: cumulative and conditional acceptance, trained against untrained."""
+    figure, axes = pyplot.subplots(1, 2, figsize=(10, 4), sharey=True, layout="constrained")
+    blocks = [("untrained", report["baseline"], UNTRAINED)] if "baseline" in report else []
+    for name, block, colour in [*blocks, ("trained", report, TRAINED)]:
+        label = f"{name}, tau = {block['tau']:.2f}" if block["tau"] is not None else f"{name}, no step verified"
+        for axis, key in zip(axes, ("accepted_per_slot", "accepted_per_slot_conditional")):
+            shares = [float("nan") if share is None else share for share in block[key]]
+            axis.plot(range(1, len(shares) + 1), shares, marker="o", markersize=5, color=colour, label=label)
+    axes[0].set(title="slot and all before it accepted", ylabel="share of verification steps", ylim=(-0.02, 1.02))
+    axes[1].set(title="slot accepted, given the slot before")
+    for axis in axes:
+        axis.set_xlabel("slot of the block")
+        axis.xaxis.get_major_locator().set_params(integer=True)
+        axis.grid(alpha=0.3)
+    axes[0].legend(frameon=False)
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
+
+
+def plot_training(history: Path, path: Path) -> None:
+    """One panel for each key of CURVES that the training log (a JSON line a step, with `step`) holds."""
+    if not history.is_file():
+        raise UserError(f"the training log {history} does not exist; pass the run's metrics.jsonl with --history")
+    rows = [json.loads(line) for line in history.read_text().splitlines()]
+    series = {key: [(row["step"], row[key]) for row in rows if key in row] for key in CURVES}
+    series = {key: points for key, points in series.items() if points}
+    if not series:
+        raise UserError(f"{history} holds none of {', '.join(CURVES)}; pass the run's metrics.jsonl with --history")
+    figure, axes = pyplot.subplots(
+        1, len(series), figsize=(4.2 * len(series), 3.4), squeeze=False, layout="constrained"
+    )
+    for axis, (key, points) in zip(axes[0], series.items()):
+        steps, values = zip(*points)
+        noisy = key != "lr" and len(values) > 20
+        axis.plot(steps, values, color=TRAINED, linewidth=1, alpha=0.35 if noisy else 1)
+        if noisy:
+            axis.plot(steps, _running_mean(values, len(values) // 20), color=TRAINED, linewidth=2)
+        axis.set(xlabel="optimizer step", ylabel=CURVES[key])
+        axis.grid(alpha=0.3)
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
+
+
+def _running_mean(values: tuple[float, ...], width: int) -> list[float]:
+    """Mean of each value and up to `width` values before it."""
+    windows = [values[max(0, i - width) : i + 1] for i in range(len(values))]
+    return [sum(window) / len(window) for window in windows]
