@@ -1,16 +1,18 @@
-"""Measure a drafter: accepted length, acceptance per slot and speed-up on prompts, with output checked against the target.
+"""Measure a drafter on prompts: accepted length, acceptance per slot, speed-up, and whether output is the target's own.
 
     python launch/evaluate.py --target TARGET --drafter DRAFTER --prompts PROMPTS.jsonl --out REPORT
 
-A line of PROMPTS holds one of `turns` (user turns of one conversation, the target's own answers between them), `messages`
-(the target answers at the end, in place of a last assistant turn) and `prompt_token_ids`. Every prompt is run plainly
-(block size 1) and drafted, one sequence at a time. REPORT/results.jsonl keeps finished prompts: run again, it carries on.
+A line of PROMPTS holds one of `turns` (user turns of one conversation, the target's own answers between them),
+`messages` (the target answers at the end, in place of a last assistant turn) and `prompt_token_ids`. Every prompt is
+run plainly (block size 1) and drafted, one sequence at a time. REPORT/results.jsonl keeps finished prompts: run again,
+it carries on.
 Cost: two generations a prompt, three with --baseline. Exits 2 on a user's error.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import sys
 from dataclasses import dataclass
@@ -23,7 +25,7 @@ from transformers import AutoModelForCausalLM
 from data_prep.errors import UserError
 from data_prep.files import canonical_json, sha256_hex, write_atomic
 from data_prep.prompts import read_lines, to_messages
-from data_prep.target import config_sha256, stop_token_ids, text_config, read_config
+from data_prep.target import config_sha256, read_config, stop_token_ids, text_config
 from data_prep.tokens import check_template_args, load_tokenizer, prompt_ids, template_sha256
 from pipeline import acceptance, runtime
 from pipeline.drafter import DFlashDrafter
@@ -56,7 +58,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--drafter", type=Path, required=True, help="folder of the drafter in the public format")
     parser.add_argument("--baseline", type=Path, help="a second drafter for the same prompts, e.g. the untrained one")
     parser.add_argument("--prompts", type=Path, required=True, help="JSONL file of prompts")
-    parser.add_argument("--out", type=Path, required=True, help="folder for the report; results already there are reused")
+    parser.add_argument("--out", type=Path, required=True, help="folder of the report; results in it are reused")
     parser.add_argument("--max-new-tokens", type=int, default=48, help="length limit of a response (default 48)")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default); above 0 samples")
     parser.add_argument("--seed", type=int, default=0, help="seed of the sampling (default 0)")
@@ -70,6 +72,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         raise UserError(f"--max-new-tokens is {args.max_new_tokens}; it must be at least 1")
     if args.temperature < 0:
         raise UserError(f"--temperature is {args.temperature}; it must be 0 (greedy) or above")
+    if not isinstance(args.template_args, dict):
+        raise UserError(f"--template-args is {args.template_args!r}; it must be a JSON object of names and values")
     if args.history and not args.history.is_file():
         raise UserError(f"--history {args.history} does not exist; pass the run's metrics.jsonl or leave it out")
     return args
@@ -122,7 +126,10 @@ class Evaluation:
         ).to(self.device).eval()
         for drafter in self.drafters.values():
             check_drafter_fits(drafter.config, self.target)
-        self.rows, self.positions = self.target.get_input_embeddings().weight.shape[0], config["max_position_embeddings"]
+        self.rows = self.target.get_input_embeddings().weight.shape[0]
+        self.positions = config["max_position_embeddings"]
+        # All first prompts are checked before the first one is run; later turns depend on the answers.
+        self.first_prompts = [self.prompt(conversation, []) for conversation in self.conversations]
         self.facts = {
             "target": _identity(args.target),
             **{role: _identity(folder) for role, folder in folders.items()},
@@ -137,7 +144,8 @@ class Evaluation:
 
     def _required_tokenizer(self, where: str):
         if self.tokenizer is None:
-            raise UserError(f"{where} needs a tokenizer, which {self.args.target} has not; add it or give prompt_token_ids")
+            raise UserError(f"{where} needs the tokenizer, which {self.args.target} has not; add it, or give prompts as"
+                            " prompt_token_ids")
         return self.tokenizer
 
     def _template_sha256(self) -> str | None:
@@ -161,15 +169,17 @@ class Evaluation:
             for i, turn in enumerate(conversation.turns[: len(answers) + 1]):
                 messages.append({"role": "user", "content": turn})
                 if i < len(answers):
-                    messages.append({"role": "assistant", "content": tokenizer.decode(answers[i], skip_special_tokens=True)})
+                    answer = tokenizer.decode(answers[i], skip_special_tokens=True)
+                    messages.append({"role": "assistant", "content": answer})
             ids = prompt_ids(tokenizer, messages, self.args.template_args)
         outside = [i for i in ids if not 0 <= i < self.rows]
         if outside:
             raise UserError(f"{conversation.where}: token id {outside[0]} is not a row of the target's embedding table"
                             f" (0..{self.rows - 1}); these ids belong to another tokenizer")
         if len(ids) + self.args.max_new_tokens > self.positions:
-            raise UserError(f"{conversation.where}: {len(ids)} prompt tokens + {self.args.max_new_tokens} new ones exceed the"
-                            f" target's {self.positions} positions; shorten the prompt or lower --max-new-tokens")
+            raise UserError(f"{conversation.where}: {len(ids)} prompt tokens + {self.args.max_new_tokens} new ones"
+                            f" exceed the target's {self.positions} positions; shorten the prompt or lower"
+                            " --max-new-tokens")
         return ids
 
     def run(self, ids: list[int], prompt: int, turn: int) -> dict:
@@ -205,7 +215,7 @@ class Evaluation:
                     if (prompt, turn) not in log.records:
                         ids = self.prompt(conversation, answers)
                         if not warm:
-                            self.warm_up(ids)
+                            self.warm_up(self.first_prompts[0])
                             warm = True
                         log.append(prompt, turn, self.run(ids, prompt, turn))
                         bar.update()
@@ -219,13 +229,18 @@ class Evaluation:
 
 def _identity(folder: Path) -> dict:
     """Hashes that name a model: its config's meaning and the bytes of its weight files."""
-    weights = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        with open(path, "rb") as file:
-            weights[path.name] = _file_sha256(file)
+    weights = {path.name: _file_sha256(path) for path in sorted(folder.glob("*.safetensors"))}
     if not weights:
         raise UserError(f"{folder} holds no *.safetensors; save the model with safetensors")
     return {"name": str(folder), "config_sha256": config_sha256(folder), "weights_sha256": weights}
+
+
+def _file_sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while chunk := file.read(1 << 24):
+            digest.update(chunk)
+    return digest.hexdigest()
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -17,7 +17,7 @@ TRAINED, UNTRAINED = "#1f6fb4", "#9a9a9a"
 # Key of the training log -> what its curve shows.
 CURVES = {
     "loss": "loss",
-    "accepted_length": "accepted length + 1\n(teacher-forced)",
+    "accepted_length": "tau on training blocks\n(teacher-forced)",
     "accuracy": "share of right slots",
     "lr": "learning rate",
 }
@@ -26,8 +26,8 @@ CURVES = {
 def plot_acceptance(report: dict, path: Path) -> None:
     """Two panels over the slots of a block: cumulative and conditional acceptance, trained against untrained."""
     figure, axes = pyplot.subplots(1, 2, figsize=(10, 4), sharey=True, layout="constrained")
-    blocks = [("untrained", report["baseline"], UNTRAINED)] if "baseline" in report else []
-    for name, block, colour in [*blocks, ("trained", report, TRAINED)]:
+    baseline = [("untrained", report["baseline"], UNTRAINED)] if "baseline" in report else []
+    for name, block, colour in [("trained", report, TRAINED), *baseline]:
         label = f"{name}, tau = {block['tau']:.2f}" if block["tau"] is not None else f"{name}, no step verified"
         for axis, key in zip(axes, ("accepted_per_slot", "accepted_per_slot_conditional")):
             shares = [float("nan") if share is None else share for share in block[key]]
@@ -47,15 +47,17 @@ def plot_training(history: Path, path: Path) -> None:
     """One panel for each key of CURVES that the training log (a JSON line a step, with `step`) holds."""
     if not history.is_file():
         raise UserError(f"the training log {history} does not exist; pass the run's metrics.jsonl with --history")
-    rows = [json.loads(line) for line in history.read_text().splitlines()]
+    # A line without its end was cut by a killed run.
+    rows = [json.loads(line) for line in history.read_text().splitlines() if line.endswith("}")]
     series = {key: [(row["step"], row[key]) for row in rows if key in row] for key in CURVES}
     series = {key: points for key, points in series.items() if points}
     if not series:
         raise UserError(f"{history} holds none of {', '.join(CURVES)}; pass the run's metrics.jsonl with --history")
-    figure, axes = pyplot.subplots(
-        1, len(series), figsize=(4.2 * len(series), 3.4), squeeze=False, layout="constrained"
-    )
-    for axis, (key, points) in zip(axes[0], series.items()):
+    rows_of_two = (len(series) + 1) // 2
+    figure, axes = pyplot.subplots(rows_of_two, 2, figsize=(10, 3.4 * rows_of_two), squeeze=False, layout="constrained")
+    for axis in axes.flat[len(series) :]:
+        axis.remove()
+    for axis, (key, points) in zip(axes.flat, series.items()):
         steps, values = zip(*points)
         noisy = key != "lr" and len(values) > 20
         axis.plot(steps, values, color=TRAINED, linewidth=1, alpha=0.35 if noisy else 1)

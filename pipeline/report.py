@@ -112,7 +112,10 @@ def format_table(report: dict) -> str:
             _number(block["speedup"], 2) + "x", _lossless(block), slots,
         ))
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1)]
-    lines = ["  ".join([row[0].ljust(widths[0]), *(row[i].rjust(widths[i]) for i in range(1, 6)), row[6]]) for row in rows]
+    lines = [
+        "  ".join([name.ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(cells, widths[1:])), slots])
+        for name, *cells, slots in rows
+    ]
     lines += [f"output equals the target's own greedy output ({name}): {_lossless_line(block, report)}"
               for name, block in blocks.items()]
     return "\n".join(line.rstrip() for line in lines)

@@ -71,8 +71,8 @@ def check_drafter_fits(config, target: nn.Module) -> None:
     ):
         if drafter_value != target_value:
             raise UserError(
-                f"the drafter's {name} is {drafter_value}, the target has {target_value}: a drafter serves the one target"
-                " it was trained for; pass that target with --target, or a drafter of this one"
+                f"the drafter's {name} is {drafter_value}, the target has {target_value}: a drafter serves only the"
+                " target it was trained for; pass that target with --target, or a drafter of this one"
             )
 
 
