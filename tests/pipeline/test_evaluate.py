@@ -83,7 +83,8 @@ def evaluated(evaluate, untrained, tmp_path_factory):
     torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp("evaluated")
     history = write_lines(folder / "metrics.jsonl", [
-        {"step": i, "loss": 3 / i, "lr": 1e-3 / i, "accepted_length": 1 + i / 50, "accuracy": i / 50} for i in range(1, 50)
+        {"step": i, "loss": 3 / i, "lr": 1e-3 / i, "accepted_length": 1 + i / 50, "accuracy": i / 50}
+        for i in range(1, 50)
     ])
     prompts, out = golden_prompts(folder / "prompts.jsonl"), folder / "report"
     argv = arguments(prompts, out, "--max-new-tokens", 40, "--baseline", untrained, "--history", history)
@@ -222,9 +223,8 @@ def test_chats_are_rendered_as_served_and_later_turns_follow_the_targets_answers
     tokenizer = evaluate.load_tokenizer(target)
     answer = tokenizer.decode(report["output_ids"][0], skip_special_tokens=True)
     first = tokenizer.apply_chat_template([user], add_generation_prompt=True)["input_ids"]
-    second = tokenizer.apply_chat_template(
-        [user, {"role": "assistant", "content": answer}, {"role": "user", "content": "Why?"}], add_generation_prompt=True
-    )["input_ids"]
+    chat = [user, {"role": "assistant", "content": answer}, {"role": "user", "content": "Why?"}]
+    second = tokenizer.apply_chat_template(chat, add_generation_prompt=True)["input_ids"]
     assert report["prompt_token_ids"] == [first, second, first, first]
     assert report["lossless"] is True
     assert report["template"]["sha256"] == evaluate.template_sha256(tokenizer)
@@ -316,7 +316,7 @@ def test_bad_arguments_are_refused_in_one_line(evaluate, tmp_path, capsys, more,
 
 
 def assert_one_error(stderr, message):
-    lines = [line for line in stderr.replace("\r", "\n").splitlines() if line and not line.startswith("Loading weights")]
+    lines = [line for line in stderr.replace("\r", "\n").splitlines() if line and "Loading weights" not in line]
     assert len(lines) == 1 and lines[0].startswith("error: ") and message in lines[0], stderr
 
 
