@@ -41,10 +41,8 @@ def sample_bytes(tokens: int, features: int, hidden_size: int) -> int:
 
 
 def anchor_positions(loss_mask_S: torch.Tensor) -> torch.Tensor:
-    """Positions a >= 1 (int64 [A], ascending) whose token and next token are both supervised: the valid anchors (spec 2)."""
-    both = loss_mask_S[:-1].bool() & loss_mask_S[1:].bool()
-    both[:1] = False  # position 0 has no context to draft from
-    return both.nonzero().flatten()
+    """Positions (int64 [A], ascending) whose token and next token are both supervised: the valid anchors (spec 2)."""
+    return (loss_mask_S[:-1].bool() & loss_mask_S[1:].bool()).nonzero().flatten()
 
 
 def encode_sample(input_ids_S: torch.Tensor, loss_mask_S: torch.Tensor, hidden_SFD: torch.Tensor) -> bytes:

@@ -1,0 +1,108 @@
+"""Which samples and anchors a step has: a function of seed and manifest alone."""
+from collections import Counter
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from data_prep.errors import UserError
+from data_prep.manifest import Manifest, read_index
+from pipeline.anchors import draw_anchors
+from pipeline.batches import StepDataset, StepPlan
+from tests.datasets import MASK_ID, make_run_folder, sample
+
+N = 26  # samples in the six shards of 7/3/5/1/4/6
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_run_folder(tmp_path_factory.mktemp("batches") / "run") / "dataset"
+
+
+def dataset(folder, rank=0, world=1, micro=1, batch=4, epochs=3, seed=5, anchors=6):
+    plan = StepPlan(read_index(folder, Manifest.read(folder)), seed, epochs, batch)
+    return StepDataset(folder, plan, rank=rank, world=world, micro_batch=micro, max_anchors=anchors, block_size=4,
+                       mask_token_id=MASK_ID)
+
+
+def content(micro_batches):
+    """key -> (anchors, labels) of one step, whoever read it."""
+    return {key: (mb.anchors_BN[b][mb.mask_BNJ[b, :, 0]].tolist(), mb.labels_BNJ[b][mb.mask_BNJ[b, :, 0]].tolist())
+            for mb in micro_batches for b, key in enumerate(mb.keys)}
+
+
+def test_every_sample_comes_once_an_epoch_and_the_tail_is_carried_over(folder):
+    plan = dataset(folder).plan
+    assert plan.steps == N * 3 // 4 and plan.unused == N * 3 % 4
+    seen = Counter((item.entry.key, item.epoch) for t in range(plan.steps) for item in plan.items(t))
+    assert set(seen.values()) == {1} and len(seen) == plan.steps * 4
+    assert all(len({k for k, e in seen if e == epoch}) == N for epoch in (0, 1))
+
+
+def test_epochs_and_seeds_give_other_orders(folder):
+    def order(seed, first):
+        plan = StepPlan(read_index(folder, Manifest.read(folder)), seed, 2, N)
+        return [i.entry.key for i in plan.items(first)]
+
+    plan = dataset(folder, batch=N, epochs=2).plan
+    assert sorted(order(5, 0)) == sorted(order(5, 1))
+    assert plan._order(0).tolist() != plan._order(1).tolist()
+    assert StepPlan(plan.entries, 6, 2, N)._order(0).tolist() != plan._order(0).tolist()
+
+
+@pytest.mark.parametrize("world,micro", [(2, 1), (2, 2), (4, 1), (1, 4)])
+def test_a_step_has_the_same_samples_and_anchors_on_any_number_of_ranks(folder, world, micro):
+    alone = dataset(folder)
+    ranks = [dataset(folder, rank=r, world=world, micro=micro) for r in range(world)]
+    for step in (0, 6, 18):
+        parts = [content(rank[step]) for rank in ranks]
+        assert sum(map(len, parts)) == 4, "a sample is on two ranks"
+        assert {k: v for part in parts for k, v in part.items()} == content(alone[step])
+        assert len({len(rank[step]) for rank in ranks}) == 1, "ranks take different numbers of micro-batches"
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_workers_and_a_late_start_change_nothing(folder, workers):
+    steps = dataset(folder)
+    loader = DataLoader(steps, batch_size=None, sampler=range(7, len(steps)), num_workers=workers)
+    assert [content(mbs) for mbs in loader] == [content(steps[t]) for t in range(7, len(steps))]
+
+
+def test_anchors_are_drawn_anew_each_epoch_and_only_where_two_tokens_are_supervised():
+    mask = torch.zeros(40, dtype=torch.uint8)
+    mask[10:30] = 1
+    mask[20] = 0
+    draws = [draw_anchors(mask, 5, seed=0, epoch=e, key="000001").tolist() for e in range(40)]
+    assert len({tuple(d) for d in draws}) > 30 and all(d == sorted(set(d)) and len(d) == 5 for d in draws)
+    assert set(sum(draws, [])) == set(range(10, 19)) | set(range(21, 29))
+    assert draw_anchors(mask, 500, seed=0, epoch=0, key="x").tolist() == [*range(10, 19), *range(21, 29)]
+
+
+@pytest.mark.parametrize("supervised,anchors", [([7], []), ([4], []), ([6, 7], [6]), ([4, 5], [4]), ([0, 1], [0])])
+def test_one_valid_anchor_is_one_anchor(supervised, anchors):
+    mask = torch.zeros(8, dtype=torch.uint8)
+    mask[supervised] = 1
+    assert draw_anchors(mask, 16, seed=0, epoch=0, key="k").tolist() == anchors
+
+
+def test_batches_hold_the_stored_values_and_padding_is_zero(folder):
+    (mb,) = dataset(folder, micro=4)[2]
+    assert mb.features_BSE.dtype == torch.bfloat16
+    for b, key in enumerate(mb.keys):
+        ids, mask, hidden = sample(int(key))
+        assert torch.equal(mb.features_BSE[b, :len(ids)], hidden.flatten(1)) and not mb.features_BSE[b, len(ids):].any()
+        for a, labels, alive in zip(mb.anchors_BN[b].tolist(), mb.labels_BNJ[b].tolist(), mb.mask_BNJ[b].tolist()):
+            for k, (label, on) in enumerate(zip(labels, alive), start=1):
+                assert not on or (label == ids[a + k] and mask[a + k])
+
+
+def test_unused_blocks_carry_anchor_zero_and_no_label(folder):
+    steps = dataset(folder, micro=4, anchors=500)
+    for mb in steps[0]:
+        unused = ~mb.mask_BNJ[:, :, 0]
+        assert (mb.anchors_BN[unused] == 0).all() and not mb.mask_BNJ[unused].any()
+
+
+def test_too_little_data_for_one_step_is_refused(folder):
+    with pytest.raises(UserError, match="26 samples x 1 epochs make no step of 27 sequences"):
+        StepPlan(read_index(folder, Manifest.read(folder)), 0, 1, 27)
