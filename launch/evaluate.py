@@ -35,6 +35,7 @@ from pipeline.results import ResultLog
 from pipeline.speculate import check_drafter_fits, generate_drafted, generate_plain
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+OUTPUTS = ("report.json", "prompts.jsonl", "acceptance.png", "training.png")
 KINDS = ("turns", "messages", "prompt_token_ids")
 
 
@@ -67,6 +68,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
                         help='arguments of the chat template, e.g. \'{"enable_thinking": false}\'')
     parser.add_argument("--ignore-eos", action="store_true", help="generate past the target's stop tokens")
     parser.add_argument("--history", type=Path, help="the training run's metrics.jsonl, to draw its curves")
+    parser.add_argument("--show", type=Path, action=Show, metavar="OUT", help="print a finished report again and end")
     args = parser.parse_args(argv)
     if args.max_new_tokens < 1:
         raise UserError(f"--max-new-tokens is {args.max_new_tokens}; it must be at least 1")
@@ -243,6 +245,25 @@ def _file_sha256(path: Path) -> str:
     return digest.hexdigest()
 
 
+def show(folder: Path) -> None:
+    """Print the table of a finished report and where its files are."""
+    path = folder / "report.json"
+    if not path.is_file():
+        raise UserError(f"{folder} holds no report.json; run launch/evaluate.py with --out {folder} to its end")
+    print(format_table(json.loads(path.read_text())))
+    for name in OUTPUTS:
+        if (folder / name).is_file():
+            print(folder / name)
+
+
+class Show(argparse.Action):
+    """`--show FOLDER` prints a finished report and ends, as --help does; no other argument is needed."""
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        show(values)
+        parser.exit()
+
+
 def main(argv: list[str] | None = None) -> int:
     try:
         args = parse_arguments(argv)
@@ -264,16 +285,12 @@ def main(argv: list[str] | None = None) -> int:
         records = evaluation.records(log)
         report = build_report(records, settings["block_sizes"], {**evaluation.facts, "versions": runtime.versions()})
         lines = "".join(json.dumps({"prompt_token_ids": record["prompt_token_ids"]}) + "\n" for record in records)
-        paths = {name: args.out / name for name in ("report.json", "prompts.jsonl", "acceptance.png")}
-        write_atomic(paths["prompts.jsonl"], lines.encode())
-        plot_acceptance(report, paths["acceptance.png"])
+        write_atomic(args.out / "prompts.jsonl", lines.encode())
+        plot_acceptance(report, args.out / "acceptance.png")
         if args.history:
-            paths["training.png"] = args.out / "training.png"
-            plot_training(args.history, paths["training.png"])
-        write_atomic(paths["report.json"], (json.dumps(report) + "\n").encode())
-        print(format_table(report))
-        for path in paths.values():
-            print(path)
+            plot_training(args.history, args.out / "training.png")
+        write_atomic(args.out / "report.json", (json.dumps(report) + "\n").encode())
+        show(args.out)
     except UserError as error:
         return runtime.fail(error)
     return 0

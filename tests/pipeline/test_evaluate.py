@@ -157,6 +157,16 @@ def test_a_rerun_computes_nothing_and_gives_the_same_report(evaluate, evaluated,
     assert f"{before['tau']:.3f}" in printed and str(out / "report.json") in printed
 
 
+def test_show_prints_the_finished_table_again(evaluate, evaluated, tmp_path, capsys):
+    with pytest.raises(SystemExit) as ended:
+        evaluate.main(["--show", str(evaluated[1])])
+    assert ended.value.code == 0
+    printed = capsys.readouterr().out
+    assert "speed-up" in printed and str(evaluated[1] / "training.png") in printed
+    assert evaluate.main(["--show", str(tmp_path)]) == 2
+    assert "holds no report.json" in capsys.readouterr().err
+
+
 def test_a_changed_configuration_starts_over_and_says_what_changed(evaluate, evaluated, tmp_path, capsys):
     out = tmp_path / "report"
     shutil.copytree(evaluated[1], out)
