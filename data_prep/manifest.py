@@ -64,6 +64,17 @@ class Shard(_Strict):
     argmax_matches: int
 
 
+def flatten(fields: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{"a": {"b": 1}} -> {"a.b": 1}; template arguments stay one value, their keys are the template's own."""
+    flat: dict[str, Any] = {}
+    for name, value in fields.items():
+        if isinstance(value, dict) and name != "template_args":
+            flat |= flatten(value, f"{prefix}{name}.")
+        else:
+            flat[prefix + name] = value
+    return flat
+
+
 class Manifest(_Strict):
     """Contents of manifest.json; see the README's data preparation page for the meaning of every field."""
 
@@ -110,10 +121,10 @@ class Manifest(_Strict):
 
     def differences(self, other: dict[str, Any]) -> list[str]:
         """One "field: have X, expected Y" for each field of `other` (a whole identity or part of one) that differs."""
-        mine = _flat(self.identity())
+        mine = flatten(self.identity())
         return [
             f"{name}: have {mine.get(name)}, expected {value}"
-            for name, value in _flat(other).items()
+            for name, value in flatten(other).items()
             if name not in mine or mine[name] != value
         ]
 
@@ -130,17 +141,6 @@ class Manifest(_Strict):
                 f"the dataset is unfinished: {len(self.shards)} of {self.plan.shards} shards; run the same `python -m data_prep "
                 "extract` command again, it carries on."
             )
-
-
-def _flat(fields: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """{"a": {"b": 1}} -> {"a.b": 1}; template arguments stay one value, their keys are the template's own."""
-    flat: dict[str, Any] = {}
-    for name, value in fields.items():
-        if isinstance(value, dict) and name != "template_args":
-            flat |= _flat(value, f"{prefix}{name}.")
-        else:
-            flat[prefix + name] = value
-    return flat
 
 
 class SampleEntry(NamedTuple):

@@ -81,6 +81,8 @@ def make_tiny_target(
         for name, parameter in model.named_parameters():
             if name.endswith("norm.weight"):
                 parameter.data.uniform_(0.5, 1.5)
+        # like a trained target, this one never says the ids past its tokenizer; small rows keep their direction
+        model.get_output_embeddings().weight.data[len(tokenizer) :] *= 0.1
     model.generation_config = GenerationConfig(eos_token_id=stop, pad_token_id=tokenizer.pad_token_id)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

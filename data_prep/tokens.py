@@ -1,0 +1,97 @@
+"""Token ids exactly as a server sees them, and the loss mask.
+
+A sample is the prompt rendered with the generation prompt and the recorded template arguments, followed by the target's own
+response ids; exactly those response ids are supervised. No generation markers are needed, no template text is supervised.
+"""
+
+import re
+from datetime import datetime
+from typing import Any
+
+import torch
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from .errors import UserError
+from .files import sha256_hex
+
+Message = dict[str, Any]
+DATES = (datetime(2024, 1, 2, 3, 4, 5), datetime(2025, 11, 30, 22, 58, 59))  # they differ in every part
+
+
+def load_tokenizer(folder: Any) -> PreTrainedTokenizerBase:
+    """The tokenizer of the local folder `folder`; nothing is downloaded."""
+    return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+
+
+def chat_template(tokenizer: PreTrainedTokenizerBase) -> str:
+    """The text of the tokenizer's chat template. UserError when it has none."""
+    if not tokenizer.chat_template:
+        raise UserError(
+            f"the tokenizer {tokenizer.name_or_path} has no chat template; put the one that serving uses into the target's "
+            "folder as chat_template.jinja."
+        )
+    return tokenizer.get_chat_template()
+
+
+def template_sha256(tokenizer: PreTrainedTokenizerBase) -> str:
+    """SHA-256 of the chat template's text."""
+    return sha256_hex(chat_template(tokenizer).encode("utf-8"))
+
+
+def _render(tokenizer: PreTrainedTokenizerBase, messages: list[Message], template_args: dict[str, Any]) -> str:
+    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **template_args)
+
+
+def check_template_args(tokenizer: PreTrainedTokenizerBase, template_args: dict[str, Any]) -> None:
+    """UserError for an argument whose name the chat template never mentions: it would be ignored without a word."""
+    for name in template_args:
+        if not re.search(rf"\b{re.escape(name)}\b", chat_template(tokenizer)):
+            raise UserError(f"the chat template never reads the argument {name!r}; correct its name in --template-args.")
+
+
+def prompt_text(tokenizer: PreTrainedTokenizerBase, messages: list[Message], template_args: dict[str, Any]) -> str:
+    """What a server renders for `messages`. UserError when the text depends on the day (two dates are tried)."""
+    template = chat_template(tokenizer)
+    text = _render(tokenizer, messages, template_args)
+    if "strftime_now" in template:
+        # transformers hands the clock to the template as a global; a variable of the same name goes before it
+        one, other = (_render(tokenizer, messages, {**template_args, "strftime_now": date.strftime}) for date in DATES)
+        if one != other:
+            place = next(i for i, pair in enumerate(zip(one, other)) if pair[0] != pair[1])
+            names = sorted(set(re.findall(r"\b\w*date\w*\b", template))) or ["its date argument"]
+            raise UserError(
+                f"the chat template writes today's date: it gives {one[max(place - 20, 0) : place + 12]!r} on one day and "
+                f"{other[max(place - 20, 0) : place + 12]!r} on another, so prompts stop matching what is served; pin it, for "
+                f"example --template-args '{{\"{names[0]}\": \"26 Jul 2024\"}}', and serve with the same value."
+            )
+    return text
+
+
+def prompt_ids(tokenizer: PreTrainedTokenizerBase, messages: list[Message], template_args: dict[str, Any]) -> list[int]:
+    """The ids of `apply_chat_template(messages, add_generation_prompt=True, **template_args)`; UserError as prompt_text."""
+    text = prompt_text(tokenizer, messages, template_args)
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def sample_tokens(prompt: list[int], response: list[int], max_length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """input_ids int32 [S] = prompt + response, cut to `max_length`, and loss_mask uint8 [S], 1 exactly on response ids."""
+    input_ids = torch.tensor((prompt + response)[:max_length], dtype=torch.int32)
+    loss_mask = (torch.arange(len(input_ids)) >= len(prompt)).to(torch.uint8)
+    return input_ids, loss_mask
+
+
+def open_turns(messages: list[Message]) -> list[Message | None]:
+    """The conversation with None at every place where the target speaks: it answers each user or tool turn.
+
+    An assistant turn that calls tools stays as it is: the tool's answer that follows belongs to it. Other assistant turns
+    of the data become None, and one is added between two user turns and behind a conversation that nobody answered.
+    """
+    talk: list[Message | None] = []
+    for message in messages:
+        if message["role"] == "assistant" and not message.get("tool_calls"):
+            talk.append(None)
+            continue
+        if message["role"] == "user" and talk and talk[-1] is not None and talk[-1]["role"] == "user":
+            talk.append(None)
+        talk.append(message)
+    return talk if talk[-1] is None or talk[-1]["role"] == "assistant" else [*talk, None]
