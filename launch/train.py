@@ -32,7 +32,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--dry-run", action="store_true", help="print the resolved configuration and sizes, train nothing")
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # the launcher adds it; the environment counts
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="for example optim.lr=1e-4 out=runs/try")
-    return parser.parse_args()
+    return parser.parse_intermixed_args()  # overrides may follow options
 
 
 def build(run: RunConfig, data: TrainingData, plan: StepPlan, ds_config: str, runtime: Runtime):

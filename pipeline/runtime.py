@@ -1,10 +1,12 @@
 """The process a run lives in: ranks, device, precision, versions, and the words it prints."""
 import importlib.metadata
+import logging
 import os
 import platform
 import socket
 import subprocess
 import sys
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -58,10 +60,17 @@ def start(precision: str) -> Runtime:
     elif "OMP_NUM_THREADS" not in os.environ:
         here = int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or world)
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // here))
+    _quiet_libraries()
     import deepspeed  # after the device is set: importing it probes the accelerator
 
     deepspeed.init_distributed("nccl" if gpu else "gloo", verbose=False)
     return Runtime(rank, world, local_rank, device, resolve_precision(precision, device))
+
+
+def _quiet_libraries() -> None:
+    """Their progress chatter and renamings hide this project's own words; warnings of substance stay."""
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed.c10d_logger")
 
 
 def resolve_precision(precision: str, device: torch.device) -> str:
