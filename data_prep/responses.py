@@ -90,7 +90,10 @@ def _batches(
         for (prompt, talk), own in zip(talks, places):
             if turn >= len(own):
                 continue
-            ids = prompt_ids(tokenizer, talk[: own[turn]], template_args)
+            try:
+                ids = prompt_ids(tokenizer, talk[: own[turn]], template_args)
+            except UserError as error:
+                raise UserError(f"prompt {prompt['id']}: {error}") from error
             if len(ids) > longest:
                 counts["dropped: prompt and response exceed the target's context"] += len(own) - turn
                 own.clear()

@@ -5,17 +5,17 @@ response ids; exactly those response ids are supervised. No generation markers a
 """
 
 import re
-from datetime import datetime
 from typing import Any
 
 import torch
+from jinja2.exceptions import TemplateError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from .errors import UserError
 from .files import sha256_hex
 
 Message = dict[str, Any]
-DATES = (datetime(2024, 1, 2, 3, 4, 5), datetime(2025, 11, 30, 22, 58, 59))  # they differ in every part
+DATES = ("02 Jan 2024", "30 Nov 2025")  # what two different days put into a template that asks for the date
 
 
 def load_tokenizer(folder: Any) -> PreTrainedTokenizerBase:
@@ -38,8 +38,16 @@ def template_sha256(tokenizer: PreTrainedTokenizerBase) -> str:
     return sha256_hex(chat_template(tokenizer).encode("utf-8"))
 
 
-def _render(tokenizer: PreTrainedTokenizerBase, messages: list[Message], template_args: dict[str, Any]) -> str:
-    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **template_args)
+def _render(tokenizer: PreTrainedTokenizerBase, messages: list[Message], template_args: dict[str, Any], clock: str = "") -> str:
+    """The text for generation; `clock` is put before the template."""
+    template = clock + chat_template(tokenizer)
+    try:
+        return tokenizer.apply_chat_template(
+            messages, chat_template=template, add_generation_prompt=True, tokenize=False, **template_args
+        )
+    except (TemplateError, TypeError) as error:  # raise_exception in the template, or content it cannot join
+        roles = ", ".join(message["role"] for message in messages)
+        raise UserError(f"the chat template refuses a conversation of the roles {roles}: {error}; correct or remove it.") from error
 
 
 def check_template_args(tokenizer: PreTrainedTokenizerBase, template_args: dict[str, Any]) -> None:
@@ -54,8 +62,9 @@ def prompt_text(tokenizer: PreTrainedTokenizerBase, messages: list[Message], tem
     template = chat_template(tokenizer)
     text = _render(tokenizer, messages, template_args)
     if "strftime_now" in template:
-        # transformers hands the clock to the template as a global; a variable of the same name goes before it
-        one, other = (_render(tokenizer, messages, {**template_args, "strftime_now": date.strftime}) for date in DATES)
+        # transformers hands the clock to the template as a global function; a macro of the same name goes before it
+        clocks = ("{%- macro strftime_now(format) -%}" + date + "{%- endmacro -%}" for date in DATES)
+        one, other = (_render(tokenizer, messages, template_args, clock) for clock in clocks)
         if one != other:
             place = next(i for i, pair in enumerate(zip(one, other)) if pair[0] != pair[1])
             names = sorted(set(re.findall(r"\b\w*date\w*\b", template))) or ["its date argument"]

@@ -35,7 +35,7 @@ def one_thread():
 def target(tmp_path_factory) -> Path:
     """A 6-layer target whose stop tokens include one that it often says, so that some responses end early."""
     folder = make_tiny_target(tmp_path_factory.mktemp("target") / "tiny", family="qwen3")
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 102]}))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 247]}))
     return folder
 
 

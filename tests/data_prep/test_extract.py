@@ -93,7 +93,7 @@ def test_the_targets_own_greedy_responses_agree_with_its_argmax(manifest):
 
 def test_the_manifest_names_what_has_to_agree_later(manifest, target):
     assert manifest.sealed and manifest.features.layer_ids == LAYERS and manifest.mask_token_id == 297
-    assert manifest.target.num_hidden_layers == 6 and manifest.target.vocab_size == 300 and manifest.stop_token_ids == [2, 102]
+    assert manifest.target.num_hidden_layers == 6 and manifest.target.vocab_size == 300 and manifest.stop_token_ids == [2, 247]
     assert manifest.plan.samples == sum(shard.samples for shard in manifest.shards)
     assert manifest.plan.tokens == sum(shard.tokens for shard in manifest.shards)
     assert manifest.differences({"target": {"hidden_size": 64}, "mask_token_id": 5}) == ["mask_token_id: have 297, expected 5"]

@@ -54,9 +54,9 @@ def test_rows_that_disagree_are_an_error():
         decode_sample(bytearray(encode_sample(ids, mask, hidden[:-1])))
 
 
-def test_valid_anchors_are_supervised_pairs_behind_position_zero():
+def test_valid_anchors_are_positions_whose_token_and_next_token_are_supervised():
     mask = torch.tensor([1, 1, 1, 0, 1, 0, 1, 1], dtype=torch.uint8)
-    assert anchor_positions(mask).tolist() == [1, 6]
+    assert anchor_positions(mask).tolist() == [0, 1, 6]
     assert anchor_positions(torch.ones(1, dtype=torch.uint8)).tolist() == []
 
 

@@ -1,6 +1,5 @@
 """Prompt ids as served, the loss mask, and the six template families."""
 
-from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -88,7 +87,7 @@ def test_a_template_that_writes_the_date_is_refused_with_the_argument_that_pins_
     with pytest.raises(UserError, match=r'02 Jan 2024.*30 Nov 2025.*--template-args .*"date_string"'):
         prompt_ids(tokenizer, [USER], {})
     pinned = prompt_text(tokenizer, [USER], {"date_string": "26 Jul 2024"})
-    assert "Today Date: 26 Jul 2024" in pinned and str(datetime.now().year + 1) not in pinned
+    assert "Today Date: 26 Jul 2024" in pinned
 
 
 def test_a_template_argument_that_the_template_never_reads_is_refused_by_name():
