@@ -149,9 +149,13 @@ class _DatasetWriter:
         self.out, self.manifest = out, manifest
         self.shard: ShardWriter | None = None
         self.matches = 0
+        self.broken = False  # a batch failed: what is queued behind it must not finish a shard that lacks it
 
     def add(self, batch: list[Planned], rows: list[tuple[dict[str, Any], torch.Tensor, torch.Tensor]], results: list[Sample]) -> None:
         """Append a computed batch to the open shard (opening the next one if there is none)."""
+        if self.broken:
+            return
+        self.broken = True
         if self.shard is None:
             self.shard, self.matches = ShardWriter(self.out, shard_name(len(self.manifest.shards))), 0
         for planned, (line, ids, mask), result in zip(batch, rows, results):
@@ -164,9 +168,12 @@ class _DatasetWriter:
             meta = {"id": line["id"], "source": line["source"], "turns": turns, "probes": result.probes}
             self.shard.add(planned.key, meta, ids, mask, result.hidden)
             self.matches += result.argmax_matches
+        self.broken = False
 
     def close_shard(self) -> None:
         """Make the open shard durable, enter it into the index, rename it, enter it into the manifest."""
+        if self.broken:
+            return
         size, sha256 = self.shard.finish()
         name, samples = self.shard.path.name, self.shard.samples
         line = json.dumps({"shard": name, "samples": samples}) + "\n"

@@ -15,7 +15,8 @@ from tqdm import tqdm
 
 from .errors import UserError
 from .files import canonical_json, sha256_hex, write_atomic
-from .tokens import open_turns
+
+Message = dict[str, Any]
 
 ROLES = {"system", "developer", "user", "assistant", "tool"}
 SHAREGPT_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system", "tool": "tool"}
@@ -44,6 +45,23 @@ def to_messages(line: dict[str, Any], where: str) -> list[dict[str, Any]]:
         if not isinstance(message.get("content"), str) and not message.get("tool_calls"):
             raise UserError(f"{where}: content of the {message['role']} turn is {message.get('content')!r}, it has to be text.")
     return messages
+
+
+def open_turns(messages: list[Message]) -> list[Message | None]:
+    """The conversation with None at every place where the target speaks: it answers each user or tool turn.
+
+    An assistant turn that calls tools stays as it is: the tool's answer that follows belongs to it. Other assistant turns
+    of the data become None, and one is added between two user turns and behind a conversation that nobody answered.
+    """
+    talk: list[Message | None] = []
+    for message in messages:
+        if message["role"] == "assistant" and not message.get("tool_calls"):
+            talk.append(None)
+            continue
+        if message["role"] == "user" and talk and talk[-1] is not None and talk[-1]["role"] == "user":
+            talk.append(None)
+        talk.append(message)
+    return talk if talk[-1] is None or talk[-1]["role"] == "assistant" else [*talk, None]
 
 
 def prompt_key(messages: list[dict[str, Any]]) -> str:

@@ -24,9 +24,9 @@ from .files import canonical_json, sha256_hex, write_atomic
 from .generate import greedy
 from .manifest import flatten
 from .model import compute_dtype, dtype_name, load_model
-from .prompts import read_lines, to_messages
+from .prompts import open_turns, read_lines, to_messages
 from .target import read_config, stop_token_ids, target_facts, text_config, tokenizer_sha256
-from .tokens import check_template_args, load_tokenizer, prompt_ids, template_sha256, open_turns
+from .tokens import check_template_args, load_tokenizer, prompt_ids, template_sha256
 
 Job = dict[str, Any]  # a line without its response: id, source, messages, prompt_token_ids
 

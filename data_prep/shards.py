@@ -9,7 +9,9 @@ import hashlib
 import json
 import os
 import struct
+import tarfile
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -109,6 +111,20 @@ def read_sample(path: str | Path, offset: int, nbytes: int) -> dict[str, torch.T
     finally:
         os.close(descriptor)
     return decode_sample(buffer)
+
+
+def read_metas(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(key, contents of KEY.json) of every sample of the shard `path`, in order."""
+    with tarfile.open(path, "r:") as tar:
+        for member in tar:
+            key, _, kind = member.name.partition(".")
+            if kind == "json":
+                yield key, json.load(tar.extractfile(member))
+
+
+def read_meta(path: str | Path, key: str) -> dict[str, Any]:
+    """The contents of KEY.json in the shard `path`."""
+    return next(meta for name, meta in read_metas(path) if name == key)
 
 
 class Written(NamedTuple):

@@ -11,9 +11,8 @@ from transformers import PreTrainedTokenizerBase
 
 from .errors import UserError
 from .manifest import Manifest, SampleEntry, read_index
-from .shards import read_sample
+from .shards import read_meta, read_metas, read_sample
 from .tokens import load_tokenizer
-from .verify import read_meta_member
 
 COLOUR = ("\033[32m", "\033[0m")  # green for supervised text on a terminal
 PLAIN = ("[[", "]]")
@@ -40,13 +39,15 @@ def show_dataset(folder: Path) -> str:
 def find_entry(folder: Path, manifest: Manifest, key: str) -> SampleEntry:
     """The sample with the key, or with the source id, `key`. UserError when there is none."""
     entries = read_index(folder, manifest)
-    for entry in entries:
-        if entry.key == key:
-            return entry
-    for entry in entries:
-        if read_meta_member(folder / entry.shard, entry.key)["id"] == key:
-            return entry
-    raise UserError(f"{folder} has no sample {key!r}: keys run from {entries[0].key} to {entries[-1].key}, or give a source id.")
+    by_key = {entry.key: entry for entry in entries}
+    if key in by_key:
+        return by_key[key]
+    for shard in manifest.shards:
+        for name, meta in read_metas(folder / shard.name):
+            if meta["id"] == key:
+                return by_key[name]
+    known = f"keys run from {entries[0].key} to {entries[-1].key}" if entries else "no shard is finished"
+    raise UserError(f"{folder} has no sample {key!r}: {known}; give one of them or a source id.")
 
 
 def show_sample(folder: Path, key: str, target: Path | None = None) -> str:
@@ -57,7 +58,7 @@ def show_sample(folder: Path, key: str, target: Path | None = None) -> str:
     manifest = Manifest.read(folder)
     entry = find_entry(folder, manifest, key)
     sample = read_sample(folder / entry.shard, entry.offset, entry.nbytes)
-    meta = read_meta_member(folder / entry.shard, entry.key)
+    meta = read_meta(folder / entry.shard, entry.key)
     place = target or Path(manifest.target.name)
     tokenizer = load_tokenizer(place) if place.is_dir() else None
     norms_SF = sample["hidden"].float().norm(dim=-1)

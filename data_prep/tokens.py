@@ -5,6 +5,7 @@ response ids; exactly those response ids are supervised. No generation markers a
 """
 
 import re
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,13 +14,16 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from .errors import UserError
 from .files import sha256_hex
+from .target import read_config, tokenizer_sha256
 
 Message = dict[str, Any]
 DATES = ("02 Jan 2024", "30 Nov 2025")  # what two different days put into a template that asks for the date
 
 
-def load_tokenizer(folder: Any) -> PreTrainedTokenizerBase:
-    """The tokenizer of the local folder `folder`; nothing is downloaded."""
+def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
+    """The tokenizer of the local folder `folder`; nothing is downloaded. UserError when there is none."""
+    read_config(folder)
+    tokenizer_sha256(folder)
     return AutoTokenizer.from_pretrained(folder, local_files_only=True)
 
 
@@ -87,20 +91,3 @@ def sample_tokens(prompt: list[int], response: list[int], max_length: int) -> tu
     input_ids = torch.tensor((prompt + response)[:max_length], dtype=torch.int32)
     loss_mask = (torch.arange(len(input_ids)) >= len(prompt)).to(torch.uint8)
     return input_ids, loss_mask
-
-
-def open_turns(messages: list[Message]) -> list[Message | None]:
-    """The conversation with None at every place where the target speaks: it answers each user or tool turn.
-
-    An assistant turn that calls tools stays as it is: the tool's answer that follows belongs to it. Other assistant turns
-    of the data become None, and one is added between two user turns and behind a conversation that nobody answered.
-    """
-    talk: list[Message | None] = []
-    for message in messages:
-        if message["role"] == "assistant" and not message.get("tool_calls"):
-            talk.append(None)
-            continue
-        if message["role"] == "user" and talk and talk[-1] is not None and talk[-1]["role"] == "user":
-            talk.append(None)
-        talk.append(message)
-    return talk if talk[-1] is None or talk[-1]["role"] == "assistant" else [*talk, None]

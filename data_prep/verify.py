@@ -20,7 +20,7 @@ from .errors import UserError
 from .features import FeatureTaps
 from .manifest import Manifest, SampleEntry, Shard, read_index
 from .model import load_model
-from .shards import UNFINISHED, anchor_positions, decode_sample, read_sample, shard_name
+from .shards import UNFINISHED, anchor_positions, decode_sample, read_meta, read_sample, shard_name
 from .target import target_facts, tokenizer_sha256
 
 # Largest relative error of a state row, and of a probe's log-probability where its argmax differs (a tie), that batching and
@@ -217,21 +217,11 @@ def _recompute(folder: Path, manifest: Manifest, target: Path, chosen: list[Samp
                 f"{entry.shard} {entry.key}: states differ from the target's by up to {float(error_SF.max()):.3f} (position "
                 f"{position}, layer {manifest.features.layer_ids[feature]}; allowed {state_limit}): not this sample's states"
             )
-        for old, new in zip(_probes(folder, entry), again.probes):
+        for old, new in zip(read_meta(folder / entry.shard, entry.key)["probes"], again.probes):
             if old["argmax"] != new["argmax"] and abs(old["logprob"] - new["logprob"]) > logprob_limit:
                 yield (
                     f"{entry.shard} {entry.key}: probe at position {old['position']} is {old['argmax']}, the target says {new['argmax']}"
                 )
-
-
-def _probes(folder: Path, entry: SampleEntry) -> list[dict[str, Any]]:
-    return read_meta_member(folder / entry.shard, entry.key)["probes"]
-
-
-def read_meta_member(path: Path, key: str) -> dict[str, Any]:
-    """The contents of KEY.json in the shard `path`."""
-    with tarfile.open(path, "r:") as tar:
-        return json.load(tar.extractfile(f"{key}.json"))
 
 
 def format_report(folder: Path, report: Report) -> str:

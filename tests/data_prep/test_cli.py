@@ -47,6 +47,13 @@ def test_an_input_error_exits_2_with_the_remedy_and_no_traceback(capsys, target,
     assert status == 2 and err.startswith("error: ") and "python -m data_prep respond" in err
 
 
+def test_a_target_that_is_no_model_folder_is_an_input_error(capsys, prompts, responses, tmp_path):
+    arguments = ["--target", tmp_path, "--out", tmp_path / "d"]
+    for stage in (["respond", "--prompts", prompts], ["extract", "--responses", responses], ["estimate", "--tokens", 5]):
+        status, _, err = run(capsys, *stage, *(arguments if stage[0] != "estimate" else arguments[:2]))
+        assert status == 2 and "holds no config.json" in err
+
+
 @pytest.mark.parametrize(
     "arguments, message",
     [

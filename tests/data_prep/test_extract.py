@@ -1,5 +1,6 @@
 """States, masks and counts of the dataset, resuming, and everything that is refused."""
 
+import fcntl
 import json
 import multiprocessing
 import os
@@ -12,6 +13,7 @@ import time
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from data_prep import extract as extract_module
@@ -20,10 +22,10 @@ from data_prep.extract import extract
 from data_prep.files import write_atomic
 from data_prep.manifest import Manifest, read_index
 from data_prep.responses import meta_path
-from data_prep.shards import ShardWriter, read_sample
+from data_prep.shards import ShardWriter, read_meta, read_sample
 from data_prep.tiny_target import make_tiny_target
 from data_prep.tokens import load_tokenizer
-from data_prep.verify import read_meta_member, verify
+from data_prep.verify import verify
 
 from .conftest import LAYERS, SETTINGS, copy_responses, read_lines, snapshot, write_lines
 
@@ -34,7 +36,7 @@ def samples(clean_dataset):
     found = {}
     for entry in read_index(clean_dataset, Manifest.read(clean_dataset)):
         tensors = read_sample(clean_dataset / entry.shard, entry.offset, entry.nbytes)
-        meta = read_meta_member(clean_dataset / entry.shard, entry.key)
+        meta = read_meta(clean_dataset / entry.shard, entry.key)
         found[meta["id"]] = (tensors, meta)
     return found
 
@@ -159,15 +161,14 @@ def test_a_mask_token_that_occurs_in_the_text_is_refused(target, responses, tmp_
         extract(target, responses, tmp_path / "d", mask_token_id=used)
 
 
-def test_states_that_are_not_finite_stop_the_run(target, responses, tmp_path):
-    from safetensors.torch import load_file, save_file
-
+def test_states_that_are_not_finite_stop_the_run_and_finish_no_shard(target, responses, tmp_path):
     broken = shutil.copytree(target, tmp_path / "broken")
     tensors = load_file(broken / "model.safetensors")
     tensors["model.layers.0.mlp.down_proj.weight"][0, 0] = float("nan")
     save_file(tensors, broken / "model.safetensors", {"format": "pt"})
     with pytest.raises(UserError, match="NaN or infinity"):
         extract(broken, responses, tmp_path / "d", **SETTINGS)
+    assert not list((tmp_path / "d").glob("*.tar")) and Manifest.read(tmp_path / "d").shards == []
 
 
 def test_a_finished_dataset_is_left_untouched(target, responses, dataset, capsys):
@@ -282,8 +283,6 @@ def test_killed_from_outside_by_the_system_the_command_carries_on(target, respon
 
 
 def test_two_extracts_into_one_folder_are_refused(target, responses, dataset):
-    import fcntl
-
     holder = os.open(dataset, os.O_RDONLY)
     fcntl.flock(holder, fcntl.LOCK_EX)
     with pytest.raises(UserError, match="another extract"):

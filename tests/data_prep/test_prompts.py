@@ -5,7 +5,7 @@ import json
 import pytest
 
 from data_prep.errors import UserError
-from data_prep.prompts import prepare_prompts
+from data_prep.prompts import open_turns, prepare_prompts
 
 from .conftest import read_lines, write_lines
 
@@ -83,3 +83,13 @@ def test_unicode_survives(tmp_path):
     prepare_prompts([tmp_path / "in.jsonl"], tmp_path, 0)
     (line,) = [json.loads(text) for text in (tmp_path / "train.jsonl").read_text().split("\n") if text]
     assert line["messages"][0]["content"] == "naïve – 漢字\u2028x"
+
+
+def test_the_target_speaks_after_every_user_and_tool_turn_and_tool_calls_stay():
+    ask, answer, system = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "system", "content": "c"}
+    call = {"role": "assistant", "tool_calls": [{"name": "f"}]}
+    tool = {"role": "tool", "content": "4"}
+    assert open_turns([ask]) == [ask, None]
+    assert open_turns([system, ask, answer]) == [system, ask, None]
+    assert open_turns([ask, ask]) == [ask, None, ask, None]
+    assert open_turns([ask, call, tool, answer, ask]) == [ask, call, tool, None, ask, None]

@@ -7,7 +7,7 @@ from jinja2.exceptions import TemplateError
 
 from data_prep.errors import UserError
 from data_prep.tiny_target import make_tiny_tokenizer
-from data_prep.tokens import check_template_args, chat_template, open_turns, prompt_ids, prompt_text, sample_tokens, template_sha256
+from data_prep.tokens import check_template_args, chat_template, prompt_ids, prompt_text, sample_tokens, template_sha256
 
 TEMPLATES = Path(__file__).parents[1] / "data" / "templates"
 USER = {"role": "user", "content": "Hi there"}
@@ -109,12 +109,3 @@ def test_the_template_hash_follows_its_text():
 def test_cutting_to_the_maximum_length_cuts_ids_and_mask_alike():
     ids, mask = sample_tokens([1] * 5, [2] * 5, 7)
     assert ids.tolist() == [1] * 5 + [2] * 2 and mask.tolist() == [0] * 5 + [1] * 2
-
-
-def test_the_target_speaks_after_every_user_and_tool_turn_and_tool_calls_stay():
-    call = {"role": "assistant", "tool_calls": [{"name": "f"}]}
-    tool = {"role": "tool", "content": "4"}
-    assert open_turns([USER]) == [USER, None]
-    assert open_turns([SYSTEM, USER, ANSWER]) == [SYSTEM, USER, None]
-    assert open_turns([USER, USER]) == [USER, None, USER, None]
-    assert open_turns([USER, call, tool, ANSWER, USER]) == [USER, call, tool, None, USER, None]

@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import shutil
 import tarfile
 import zlib
@@ -115,8 +116,6 @@ DAMAGE = {
 @pytest.mark.parametrize("damage", DAMAGE, ids=lambda damage: damage.__name__)
 def test_damage_that_no_hash_betrays_is_named_by_shard_and_key(dataset, damage):
     key = change_sample(dataset, "000001.tar", 2, damage)
-    import re
-
     assert re.search(f"000001.tar {key}: .*{DAMAGE[damage]}", findings(dataset))
     assert not re.search("sha256|CRC", findings(dataset))
 
