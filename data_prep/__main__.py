@@ -66,7 +66,11 @@ def _prompts(args: argparse.Namespace) -> int:
 def _respond(args: argparse.Namespace) -> int:
     from .responses import respond
 
-    settings = {"max_new_tokens": args.max_new_tokens, "batch_size": args.batch_size, "template_args": args.template_args}
+    settings = {
+        "max_new_tokens": args.max_new_tokens,
+        "batch_size": args.batch_size,
+        "template_args": args.template_args,
+    }
     _print_counts(respond(args.target, args.prompts, args.out, **settings))
     return 0
 
@@ -122,7 +126,9 @@ def build_parser() -> argparse.ArgumentParser:
     stages = parser.add_subparsers(dest="stage", required=True, metavar="STAGE")
 
     def stage(name: str, run: Any, summary: str, example: str) -> argparse.ArgumentParser:
-        sub = stages.add_parser(name, help=summary, description=summary, epilog=f"example:\n  {example}", formatter_class=raw)
+        sub = stages.add_parser(
+            name, help=summary, description=summary, epilog=f"example:\n  {example}", formatter_class=raw
+        )
         sub.set_defaults(run=run)
         return sub
 
@@ -132,9 +138,13 @@ def build_parser() -> argparse.ArgumentParser:
         "Bring prompts of any common spelling into one JSONL schema, drop exact duplicates, split off held-out ones.",
         "python -m data_prep prompts a.jsonl b.jsonl --out prompts --heldout 24",
     )
-    sub.add_argument("inputs", nargs="+", type=Path, metavar="IN.jsonl", help="lines with messages, conversations, turns or prompt")
+    sub.add_argument(
+        "inputs", nargs="+", type=Path, metavar="IN.jsonl", help="lines with messages, conversations, turns or prompt"
+    )
     sub.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for train.jsonl and heldout.jsonl")
-    sub.add_argument("--heldout", type=int, required=True, metavar="N", help="prompts to hold out, chosen by a hash of their text")
+    sub.add_argument(
+        "--heldout", type=int, required=True, metavar="N", help="prompts to hold out, chosen by a hash of their text"
+    )
 
     sub = stage(
         "respond",
@@ -143,12 +153,22 @@ def build_parser() -> argparse.ArgumentParser:
         "python -m data_prep respond --target TARGET --prompts prompts/train.jsonl --out responses.jsonl \\\n"
         "      --max-new-tokens 512 --template-args '{\"enable_thinking\": false}'",
     )
-    sub.add_argument("--target", type=Path, required=True, metavar="DIR", help="local Hugging Face folder of the target")
+    sub.add_argument(
+        "--target", type=Path, required=True, metavar="DIR", help="local Hugging Face folder of the target"
+    )
     sub.add_argument("--prompts", type=Path, required=True, metavar="F.jsonl", help="what `prompts` wrote")
-    sub.add_argument("--out", type=Path, required=True, metavar="F2.jsonl", help="a line per assistant turn; settings go beside it")
-    sub.add_argument("--max-new-tokens", type=_positive, default=128, metavar="N", help="longest response (default 128)")
-    sub.add_argument("--batch-size", type=_positive, default=64, metavar="N", help="prompts generated together (default 64)")
-    sub.add_argument("--template-args", type=_json_object, default={}, metavar="JSON", help="chat template arguments of serving")
+    sub.add_argument(
+        "--out", type=Path, required=True, metavar="F2.jsonl", help="a line per assistant turn; settings go beside it"
+    )
+    sub.add_argument(
+        "--max-new-tokens", type=_positive, default=128, metavar="N", help="longest response (default 128)"
+    )
+    sub.add_argument(
+        "--batch-size", type=_positive, default=64, metavar="N", help="prompts generated together (default 64)"
+    )
+    sub.add_argument(
+        "--template-args", type=_json_object, default={}, metavar="JSON", help="chat template arguments of serving"
+    )
 
     sub = stage(
         "extract",
@@ -158,12 +178,24 @@ def build_parser() -> argparse.ArgumentParser:
     )
     sub.add_argument("--target", type=Path, required=True, metavar="DIR", help="the target that wrote the responses")
     sub.add_argument("--responses", type=Path, required=True, metavar="F.jsonl", help="what `respond` wrote")
-    sub.add_argument("--out", type=Path, required=True, metavar="DIR", help="dataset folder: manifest.json, index.jsonl, shards")
-    sub.add_argument("--layer-ids", type=_layer_ids, metavar="1,8,..", help="decoder layers to store (default: 5, evenly spread)")
-    sub.add_argument("--mask-token-id", type=int, metavar="N", help="embedding row that text never uses (default: see the README)")
-    sub.add_argument("--max-length", type=_positive, default=3072, metavar="N", help="tokens kept of a sample (default 3072)")
-    sub.add_argument("--shard-bytes", type=_bytes, default=2_000_000_000, metavar="N", help="size of a shard (default 2e9)")
-    sub.add_argument("--batch-tokens", type=_positive, default=8192, metavar="N", help="positions of a batch (default 8192)")
+    sub.add_argument(
+        "--out", type=Path, required=True, metavar="DIR", help="dataset folder: manifest.json, index.jsonl, shards"
+    )
+    sub.add_argument(
+        "--layer-ids", type=_layer_ids, metavar="1,8,..", help="decoder layers to store (default: 5, evenly spread)"
+    )
+    sub.add_argument(
+        "--mask-token-id", type=int, metavar="N", help="embedding row that text never uses (default: see the README)"
+    )
+    sub.add_argument(
+        "--max-length", type=_positive, default=3072, metavar="N", help="tokens kept of a sample (default 3072)"
+    )
+    sub.add_argument(
+        "--shard-bytes", type=_bytes, default=2_000_000_000, metavar="N", help="size of a shard (default 2e9)"
+    )
+    sub.add_argument(
+        "--batch-tokens", type=_positive, default=8192, metavar="N", help="positions of a batch (default 8192)"
+    )
 
     sub = stage(
         "verify",
@@ -173,7 +205,9 @@ def build_parser() -> argparse.ArgumentParser:
     )
     sub.add_argument("dataset", type=Path, metavar="DIR", help="dataset folder")
     sub.add_argument("--target", type=Path, metavar="T", help="compare with this target too")
-    sub.add_argument("--recompute", type=int, default=0, metavar="N", help="samples to run through the target again (default 0)")
+    sub.add_argument(
+        "--recompute", type=int, default=0, metavar="N", help="samples to run through the target again (default 0)"
+    )
 
     sub = stage(
         "estimate",
@@ -182,9 +216,13 @@ def build_parser() -> argparse.ArgumentParser:
         "python -m data_prep estimate --target TARGET --tokens 100000000",
     )
     sub.add_argument("--target", type=Path, required=True, metavar="DIR", help="target's folder, or a config.json")
-    sub.add_argument("--tokens", type=_positive, required=True, metavar="N", help="tokens of prompts and responses together")
+    sub.add_argument(
+        "--tokens", type=_positive, required=True, metavar="N", help="tokens of prompts and responses together"
+    )
     sub.add_argument("--layers", type=_positive, default=5, metavar="N", help="number of feature layers (default 5)")
-    sub.add_argument("--max-length", type=_positive, default=3072, metavar="N", help="tokens of the longest sample (default 3072)")
+    sub.add_argument(
+        "--max-length", type=_positive, default=3072, metavar="N", help="tokens of the longest sample (default 3072)"
+    )
 
     sub = stage(
         "inspect",
@@ -193,7 +231,9 @@ def build_parser() -> argparse.ArgumentParser:
         "python -m data_prep inspect dataset 000003",
     )
     sub.add_argument("dataset", type=Path, metavar="DIR", help="dataset folder")
-    sub.add_argument("key", nargs="?", metavar="KEY", help="key (000003) or source id of a sample; all shards without it")
+    sub.add_argument(
+        "key", nargs="?", metavar="KEY", help="key (000003) or source id of a sample; all shards without it"
+    )
     sub.add_argument("--target", type=Path, metavar="T", help="where the tokenizer is (default: the manifest's target)")
     return parser
 

@@ -2,9 +2,10 @@
 
     python -m data_prep extract --target TARGET --responses responses.jsonl --out dataset/
 
-Cost: one forward pass of the target, its head only at supervised positions, and 2 * F * D + 5 bytes a token on the disk.
-The manifest is written before the first shard. A shard is computed into `NNNNNN.tar.tmp`, fsynced, entered into index.jsonl,
-renamed, entered into the manifest: killed anywhere, the next run keeps finished shards and redoes the rest.
+Cost: one forward pass of the target, its head only at supervised positions, and 2 * F * D + 5 bytes a token on the
+disk. The manifest is written before the first shard. A shard is computed into `NNNNNN.tar.tmp`, fsynced, entered into
+index.jsonl, renamed, entered into the manifest: killed anywhere, the next run keeps finished shards and redoes the
+rest.
 """
 
 import fcntl
@@ -59,13 +60,18 @@ def prepare(
     changed = differences(meta, made_with)
     if changed:
         raise UserError(
-            f"{responses} was not written by the target {target} ({'; '.join(changed)}); pass the target that wrote it, or "
-            "regenerate the responses."
+            f"{responses} was not written by the target {target} ({'; '.join(changed)}); pass the target that wrote "
+            "it, or regenerate the responses."
         )
     check_template_args(tokenizer, meta["template_args"])
     stops = stop_token_ids(target, tokenizer)
     mask = mask_token_id(tokenizer, rows, explicit_mask, stop_ids=stops)
-    settings = {"mask_token_id": mask, "max_length": max_length, "shard_bytes": shard_bytes, "batch_tokens": batch_tokens}
+    settings = {
+        "mask_token_id": mask,
+        "max_length": max_length,
+        "shard_bytes": shard_bytes,
+        "batch_tokens": batch_tokens,
+    }
     sizes = {"vocab_rows": rows, "hidden_size": facts["hidden_size"], "features": len(ids)}
     batches = make_plan(responses, tokenizer, meta["template_args"], **sizes, **settings)
     manifest = Manifest(
@@ -92,32 +98,44 @@ def prepare(
 
 
 def open_dataset(out: Path, fresh: Manifest) -> Manifest:
-    """The manifest to carry on from: `fresh`, written, for a new folder, else the folder's own if it is the same dataset.
+    """The manifest to carry on from: `fresh`, written, for a new folder, else the folder's own if it is the same
+    dataset.
 
     Unfinished files are removed. UserError for other settings and for shards that this dataset did not make.
     """
     shards = sorted(path.name for path in out.glob("*.tar"))
     if not (out / MANIFEST_NAME).is_file():
         if shards:
-            raise UserError(f"{out} holds {shards[0]} but no {MANIFEST_NAME}: foreign shards would mix; choose an empty --out.")
+            raise UserError(
+                f"{out} holds {shards[0]} but no {MANIFEST_NAME}: foreign shards would mix; choose an empty --out."
+            )
         fresh.write(out)
         return fresh
     manifest = Manifest.read(out)
     changed = manifest.differences(fresh.identity())
     if changed:
         raise UserError(
-            f"{out} was made with other settings ({'; '.join(changed)}); repeat those settings to carry on, or choose another --out."
+            f"{out} was made with other settings ({'; '.join(changed)}); repeat those settings to carry on, or choose "
+            "another --out."
         )
     lines = _index_lines(out)
     finished = {shard.name: shard.bytes for shard in manifest.shards}
     redone = shard_name(len(finished))  # a run that died between renaming a shard and entering it left this one
     for name in shards:
         if name not in finished and not (name == redone and redone in lines):
-            raise UserError(f"{out} holds {name}, which is not in its manifest: a foreign shard; remove it or choose another --out.")
+            raise UserError(
+                f"{out} holds {name}, which is not in its manifest: a foreign shard; remove it or choose another --out."
+            )
     for name, size in finished.items():
         if name not in shards or (out / name).stat().st_size != size or name not in lines:
-            raise UserError(f"{out / name} is missing, cut short or not in {INDEX_NAME}; restore it or start in an empty folder.")
-    for path in [*out.glob(f"*.tar{UNFINISHED}"), *out.glob(f"{MANIFEST_NAME}{UNFINISHED}"), *out.glob(f"{INDEX_NAME}{UNFINISHED}")]:
+            raise UserError(
+                f"{out / name} is missing, cut short or not in {INDEX_NAME}; restore it or start in an empty folder."
+            )
+    for path in [
+        *out.glob(f"*.tar{UNFINISHED}"),
+        *out.glob(f"{MANIFEST_NAME}{UNFINISHED}"),
+        *out.glob(f"{INDEX_NAME}{UNFINISHED}"),
+    ]:
         path.unlink()
     if list(lines) != list(finished):
         write_atomic(out / INDEX_NAME, b"".join(lines[name] for name in finished))
@@ -131,7 +149,9 @@ def _index_lines(out: Path) -> dict[str, bytes]:
     return {json.loads(line)["shard"]: line for line in content.splitlines(keepends=True) if line.endswith(b"\n")}
 
 
-def _read_batch(responses: Path, batch: list[Planned], max_length: int) -> list[tuple[dict[str, Any], torch.Tensor, torch.Tensor]]:
+def _read_batch(
+    responses: Path, batch: list[Planned], max_length: int
+) -> list[tuple[dict[str, Any], torch.Tensor, torch.Tensor]]:
     """(line, input_ids, loss_mask) of every sample of `batch`."""
     rows = []
     with open(responses, "rb") as file:
@@ -151,7 +171,9 @@ class _DatasetWriter:
         self.matches = 0
         self.broken = False  # a batch failed: what is queued behind it must not finish a shard that lacks it
 
-    def add(self, batch: list[Planned], rows: list[tuple[dict[str, Any], torch.Tensor, torch.Tensor]], results: list[Sample]) -> None:
+    def add(
+        self, batch: list[Planned], rows: list[tuple[dict[str, Any], torch.Tensor, torch.Tensor]], results: list[Sample]
+    ) -> None:
         """Append a computed batch to the open shard (opening the next one if there is none)."""
         if self.broken:
             return
@@ -161,8 +183,8 @@ class _DatasetWriter:
         for planned, (line, ids, mask), result in zip(batch, rows, results):
             if not result.hidden.isfinite().all():
                 raise UserError(
-                    f"sample {line['id']}: the target's states hold NaN or infinity; check the target's weights and that "
-                    f"{self.manifest.target.dtype} is a dtype it can run in."
+                    f"sample {line['id']}: the target's states hold NaN or infinity; check the target's weights and "
+                    f"that {self.manifest.target.dtype} is a dtype it can run in."
                 )
             turns = [{"start": planned.prompt, "end": planned.tokens, "finish_reason": line["finish_reason"]}]
             meta = {"id": line["id"], "source": line["source"], "turns": turns, "probes": result.probes}
@@ -183,17 +205,23 @@ class _DatasetWriter:
             os.fsync(index.fileno())
         self.shard.publish()
         sync_folder(self.out)
-        totals = {field: sum(getattr(sample, field) for sample in samples) for field in ("tokens", "supervised", "anchors")}
+        totals = {
+            field: sum(getattr(sample, field) for sample in samples) for field in ("tokens", "supervised", "anchors")
+        }
         shard = Shard(name=name, samples=len(samples), **totals, bytes=size, sha256=sha256, argmax_matches=self.matches)
         self.manifest.shards.append(shard)
-        self.manifest.argmax_share = sum(s.argmax_matches for s in self.manifest.shards) / sum(s.supervised for s in self.manifest.shards)
+        matches = sum(s.argmax_matches for s in self.manifest.shards)
+        self.manifest.argmax_share = matches / sum(s.supervised for s in self.manifest.shards)
         if len(self.manifest.shards) == self.manifest.plan.shards:
             self.manifest.sealed = True
             self.manifest.index_sha256 = sha256_hex((self.out / INDEX_NAME).read_bytes())
         self.manifest.write(self.out)
         self.shard = None
         share = shard.argmax_matches / shard.supervised
-        tqdm.write(f"{name}: {shard.samples} samples, {shard.tokens} tokens, {size / 1e6:.1f} MB, equal to the argmax {share:.2%}")
+        tqdm.write(
+            f"{name}: {shard.samples} samples, {shard.tokens} tokens, {size / 1e6:.1f} MB, equal to the argmax "
+            f"{share:.2%}"
+        )
 
 
 def extract(
@@ -238,8 +266,9 @@ def extract(
     print(f"supervised tokens equal to the target's argmax: {manifest.argmax_share:.2%}")
     if manifest.argmax_share < LOW_AGREEMENT:
         print(
-            f"warning: only {manifest.argmax_share:.1%} of the supervised tokens are what the target itself would emit (greedy "
-            f"responses of this target: above {LOW_AGREEMENT:.0%}); regenerate them with `python -m data_prep respond`.",
+            f"warning: only {manifest.argmax_share:.1%} of the supervised tokens are what the target itself would emit "
+            f"(greedy responses of this target: above {LOW_AGREEMENT:.0%}); regenerate them with `python -m data_prep "
+            "respond`.",
             file=sys.stderr,
         )
     return manifest

@@ -14,7 +14,9 @@ LOGIT_BYTES = 256 << 20  # float32 logits held at a time
 
 
 class Sample(NamedTuple):
-    """What a forward pass says about one sample: states bf16 [S, F, D], probes, supervised tokens that equal the argmax."""
+    """What a forward pass says about one sample: states bf16 [S, F, D], probes, supervised tokens that equal the
+    argmax.
+    """
 
     hidden: torch.Tensor
     probes: list[dict[str, Any]]
@@ -49,7 +51,8 @@ class FeatureTaps:
 
     @torch.inference_mode()
     def run(self, samples: list[torch.Tensor], prompts: list[int]) -> list[Sample]:
-        """Features, probes and argmax agreement of `samples` (int32 [S] each, supervised from prompts[i] on), on the CPU.
+        """Features, probes and argmax agreement of `samples` (int32 [S] each, supervised from prompts[i] on), on the
+        CPU.
 
         Samples are padded on the right without an attention mask: causal attention never looks to the right.
         """
@@ -71,7 +74,8 @@ class FeatureTaps:
         for b, (ids, prompt) in enumerate(zip(samples, prompts)):
             own = argmax_R[offsets[b] : offsets[b + 1]]
             probes = [
-                {"position": prompt - 1 + i, "argmax": int(own[i]), "logprob": round(logprobs.pop(0), 4)} for i in places[b].tolist()
+                {"position": prompt - 1 + i, "argmax": int(own[i]), "logprob": round(logprobs.pop(0), 4)}
+                for i in places[b].tolist()
             ]
             results.append(Sample(states_BSFD[b, : len(ids)], probes, int((own == ids[prompt:]).sum())))
         return results

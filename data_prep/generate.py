@@ -15,9 +15,13 @@ GROWTH = 64  # positions by which a full key/value buffer grows
 
 
 class _BufferedLayer(DynamicLayer):
-    """DynamicLayer whose `keys` and `values` [B, H, T, D] are views of larger buffers, so that a new position costs one row."""
+    """DynamicLayer whose `keys` and `values` [B, H, T, D] are views of larger buffers, so that a new position costs one
+    row.
+    """
 
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs) -> tuple[torch.Tensor, torch.Tensor]:
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
             self.buffers = [self.keys, self.values]
@@ -47,7 +51,9 @@ class _BufferedLayer(DynamicLayer):
 
 
 def new_cache(model: PreTrainedModel) -> DynamicCache:
-    """An empty cache for `model`; full-attention layers get buffers, other kinds (sliding, recurrent) stay as they are."""
+    """An empty cache for `model`; full-attention layers get buffers, other kinds (sliding, recurrent) stay as they
+    are.
+    """
     cache = DynamicCache(config=model.config)
     cache.layers = [_BufferedLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
     return cache

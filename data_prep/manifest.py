@@ -103,11 +103,15 @@ class Manifest(_Strict):
         """The manifest of `folder`. UserError names the command that makes one, or what is wrong with it."""
         path = Path(folder) / MANIFEST_NAME
         if not path.is_file():
-            raise UserError(f"{folder} is not a dataset (no {MANIFEST_NAME}); make one with {REMEDY.format(folder=folder)}.")
+            raise UserError(
+                f"{folder} is not a dataset (no {MANIFEST_NAME}); make one with {REMEDY.format(folder=folder)}."
+            )
         try:
             return cls.model_validate_json(path.read_bytes())
         except ValidationError as error:
-            raise UserError(f"{path} is not a manifest of format 1: {error}; make it anew with {REMEDY.format(folder=folder)}.")
+            raise UserError(
+                f"{path} is not a manifest of format 1: {error}; make it anew with {REMEDY.format(folder=folder)}."
+            )
 
     def write(self, folder: str | Path) -> None:
         """Replace `folder`'s manifest atomically and durably."""
@@ -138,8 +142,8 @@ class Manifest(_Strict):
         """UserError unless every planned shard is finished."""
         if not self.sealed:
             raise UserError(
-                f"the dataset is unfinished: {len(self.shards)} of {self.plan.shards} shards; run the same `python -m data_prep "
-                "extract` command again, it carries on."
+                f"the dataset is unfinished: {len(self.shards)} of {self.plan.shards} shards; run the same `python -m "
+                "data_prep extract` command again, it carries on."
             )
 
 
@@ -164,7 +168,9 @@ def read_index(folder: str | Path, manifest: Manifest) -> list[SampleEntry]:
         raise UserError(f"{path} is missing; make the dataset anew with {REMEDY.format(folder=folder)}.")
     content = path.read_bytes()
     if manifest.sealed and sha256_hex(content) != manifest.index_sha256:
-        raise UserError(f"{path} does not have the sha256 that the manifest records; restore it or make the dataset anew.")
+        raise UserError(
+            f"{path} does not have the sha256 that the manifest records; restore it or make the dataset anew."
+        )
     lines = {line["shard"]: line["samples"] for line in map(json.loads, content.splitlines()) if line}
     entries: list[SampleEntry] = []
     for shard in manifest.shards:

@@ -37,7 +37,7 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
             found[name] = module
     if len(found) != 1:
         raise UserError(
-            f"{type(decoder).__name__} has {len(found)} lists of {count} modules ({', '.join(found) or 'none'}), expected exactly "
-            "one, its decoder layers; this architecture is not supported."
+            f"{type(decoder).__name__} has {len(found)} lists of {count} modules ({', '.join(found) or 'none'}), "
+            "expected exactly one, its decoder layers; this architecture is not supported."
         )
     return next(iter(found.values()))

@@ -1,7 +1,8 @@
 """Which sample goes where, decided before any computing: a pure function of the responses file and the settings.
 
-Samples fill shards in the file's order; inside a shard they are sorted by length, longest first, and cut into batches under a
-token budget (padding included); keys number them in that order, so a shard's members are written as they are computed.
+Samples fill shards in the file's order; inside a shard they are sorted by length, longest first, and cut into batches
+under a token budget (padding included); keys number them in that order, so a shard's members are written as they are
+computed.
 """
 
 import hashlib
@@ -55,24 +56,29 @@ def _parted(tokenizer: PreTrainedTokenizerBase, have: list[int], served: list[in
     return "at id {}: the file has ...{!r}, serving renders ...{!r}".format(place, *texts)
 
 
-def check_line(line: dict[str, Any], tokenizer: PreTrainedTokenizerBase, template_args: dict[str, Any], rows: int, mask: int):
+def check_line(
+    line: dict[str, Any], tokenizer: PreTrainedTokenizerBase, template_args: dict[str, Any], rows: int, mask: int
+) -> None:
     """UserError unless a responses line is what the target would have been served, in ids of its own vocabulary."""
     name, prompt, response = line["id"], line["prompt_token_ids"], line["response_token_ids"]
     if not prompt or not response:
         raise UserError(f"sample {name}: {len(prompt)} prompt and {len(response)} response ids; both have to be there.")
     bad = [i for i in prompt + response if not 0 <= i < rows]
     if bad:
-        raise UserError(f"sample {name}: token id {bad[0]} is not in the target's vocabulary of {rows} rows; regenerate it.")
+        raise UserError(
+            f"sample {name}: token id {bad[0]} is not in the target's vocabulary of {rows} rows; regenerate it."
+        )
     if mask in prompt or mask in response:
         raise UserError(
-            f"sample {name} contains the mask token {mask}, which has to be a row that text never uses; choose another with "
-            "--mask-token-id."
+            f"sample {name} contains the mask token {mask}, which has to be a row that text never uses; choose another "
+            "with --mask-token-id."
         )
     served = prompt_ids(tokenizer, line["messages"], template_args)
     if served != prompt:
         raise UserError(
-            f"sample {name}: its prompt ids are not what serving renders from its messages, {_parted(tokenizer, prompt, served)}; "
-            "regenerate the responses with this target, template and --template-args."
+            f"sample {name}: its prompt ids are not what serving renders from its messages, "
+            f"{_parted(tokenizer, prompt, served)}; regenerate the responses with this target, template and "
+            "--template-args."
         )
 
 
@@ -89,7 +95,9 @@ def make_plan(
     shard_bytes: int,
     batch_tokens: int,
 ) -> Batches:
-    """Read and check every line of `responses`, drop what has no two consecutive supervised tokens, and place the rest."""
+    """Read and check every line of `responses`, drop what has no two consecutive supervised tokens, and place the
+    rest.
+    """
     dropped: Counter = Counter()
     digest = hashlib.sha256()
     shards: list[list[Planned]] = [[]]
@@ -98,7 +106,9 @@ def make_plan(
     with open(responses, "rb") as file, tqdm(desc="planning", unit=" samples") as bar:
         while raw := file.readline():
             if not raw.endswith(b"\n"):
-                raise UserError(f"{responses} ends in half a line: respond was interrupted; run its command again to carry on.")
+                raise UserError(
+                    f"{responses} ends in half a line: respond was interrupted; run its command again to carry on."
+                )
             line = json.loads(raw)
             check_line(line, tokenizer, template_args, vocab_rows, mask_token_id)
             if line["id"] in seen:
@@ -107,7 +117,8 @@ def make_plan(
             fields = ("id", "source", "prompt_token_ids", "response_token_ids", "finish_reason")
             digest.update(canonical_json([line[name] for name in fields]))
             bar.update()
-            prompt, whole = len(line["prompt_token_ids"]), len(line["prompt_token_ids"]) + len(line["response_token_ids"])
+            prompt = len(line["prompt_token_ids"])
+            whole = prompt + len(line["response_token_ids"])
             tokens = min(whole, max_length)
             if tokens - prompt < 2:  # the first supervised position is `prompt`; an anchor needs the next one too
                 reason = f" after cutting to {max_length}" if whole - prompt >= 2 else ""
@@ -128,7 +139,9 @@ def make_plan(
 
 
 def _batched(shards: list[list[Planned]], batch_tokens: int) -> list[list[list[Planned]]]:
-    """Sort each shard by length, cut it into batches of at most `batch_tokens` padded positions, and number the samples."""
+    """Sort each shard by length, cut it into batches of at most `batch_tokens` padded positions, and number the
+    samples.
+    """
     number = 0
     planned = []
     for shard in shards:

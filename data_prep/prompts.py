@@ -19,18 +19,29 @@ from .files import canonical_json, sha256_hex, write_atomic
 Message = dict[str, Any]
 
 ROLES = {"system", "developer", "user", "assistant", "tool"}
-SHAREGPT_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system", "tool": "tool"}
+SHAREGPT_ROLES = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "system": "system",
+    "tool": "tool",
+}
 
 
 def to_messages(line: dict[str, Any], where: str) -> list[dict[str, Any]]:
-    """The messages of a line that spells them as `messages`, `conversations`, `turns` or `prompt`. UserError otherwise."""
+    """The messages of a line that spells them as `messages`, `conversations`, `turns` or `prompt`. UserError
+    otherwise.
+    """
     if "messages" in line:
         messages = line["messages"]
     elif "conversations" in line:
         messages = []
         for turn in line["conversations"]:
             if turn.get("from") not in SHAREGPT_ROLES:
-                raise UserError(f"{where}: turn from {turn.get('from')!r}; ShareGPT turns are from {sorted(SHAREGPT_ROLES)}.")
+                raise UserError(
+                    f"{where}: turn from {turn.get('from')!r}; ShareGPT turns are from {sorted(SHAREGPT_ROLES)}."
+                )
             messages.append({"role": SHAREGPT_ROLES[turn["from"]], "content": turn["value"]})
     elif "turns" in line:
         messages = [{"role": "user", "content": turn} for turn in line["turns"]]
@@ -43,15 +54,18 @@ def to_messages(line: dict[str, Any], where: str) -> list[dict[str, Any]]:
         if message.get("role") not in ROLES:
             raise UserError(f"{where}: role {message.get('role')!r}; roles are {sorted(ROLES)}.")
         if not isinstance(message.get("content"), str) and not message.get("tool_calls"):
-            raise UserError(f"{where}: content of the {message['role']} turn is {message.get('content')!r}, it has to be text.")
+            raise UserError(
+                f"{where}: content of the {message['role']} turn is {message.get('content')!r}, it has to be text."
+            )
     return messages
 
 
 def open_turns(messages: list[Message]) -> list[Message | None]:
     """The conversation with None at every place where the target speaks: it answers each user or tool turn.
 
-    An assistant turn that calls tools stays as it is: the tool's answer that follows belongs to it. Other assistant turns
-    of the data become None, and one is added between two user turns and behind a conversation that nobody answered.
+    An assistant turn that calls tools stays as it is: the tool's answer that follows belongs to it. Other assistant
+    turns of the data become None, and one is added between two user turns and behind a conversation that nobody
+    answered.
     """
     talk: list[Message | None] = []
     for message in messages:
@@ -70,7 +84,9 @@ def prompt_key(messages: list[dict[str, Any]]) -> str:
 
 
 def read_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """("FILE:LINE", parsed line) of a JSONL file; blank lines are passed over. UserError for a line that is no object."""
+    """("FILE:LINE", parsed line) of a JSONL file; blank lines are passed over. UserError for a line that is no
+    object.
+    """
     if not path.is_file():
         raise UserError(f"there is no prompts file {path}; pass a JSONL file.")
     with open(path, encoding="utf-8") as file:
@@ -80,9 +96,13 @@ def read_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             try:
                 line = json.loads(text)
             except json.JSONDecodeError as error:
-                raise UserError(f"{path}:{number} is not JSON ({error}); a prompts file has one JSON object a line.") from error
+                raise UserError(
+                    f"{path}:{number} is not JSON ({error}); a prompts file has one JSON object a line."
+                ) from error
             if not isinstance(line, dict):
-                raise UserError(f"{path}:{number} is a {type(line).__name__}; a prompts file has one JSON object a line.")
+                raise UserError(
+                    f"{path}:{number} is a {type(line).__name__}; a prompts file has one JSON object a line."
+                )
             yield f"{path}:{number}", line
 
 
@@ -93,8 +113,8 @@ def _jsonl(lines: list[dict[str, Any]]) -> bytes:
 def prepare_prompts(paths: list[Path], out: Path, heldout: int) -> Counter:
     """Write out/train.jsonl and out/heldout.jsonl (input order) and return counts: read, dropped per reason, written.
 
-    The held-out lines are the `heldout` prompts with the smallest SHA-256 of their text: files, order and other prompts'
-    ids do not matter.
+    The held-out lines are the `heldout` prompts with the smallest SHA-256 of their text: files, order and other
+    prompts' ids do not matter.
     """
     counts: Counter = Counter()
     lines: dict[str, dict[str, Any]] = {}  # by prompt_key, in input order
@@ -112,7 +132,9 @@ def prepare_prompts(paths: list[Path], out: Path, heldout: int) -> Counter:
                 continue
             name = str(line.get("id", key[:16]))
             if name in ids:
-                raise UserError(f"{where} and {ids[name]} both have the id {name!r}; ids name samples, make them different.")
+                raise UserError(
+                    f"{where} and {ids[name]} both have the id {name!r}; ids name samples, make them different."
+                )
             ids[name] = where
             lines[key] = {"id": name, "source": str(line.get("source", path.stem)), "messages": messages}
     if heldout >= len(lines):

@@ -2,10 +2,10 @@
 
     python -m data_prep respond --target TARGET --prompts prompts/train.jsonl --out responses.jsonl
 
-Every assistant turn of a conversation is generated in order and becomes a line of its own, with the ids that went into the
-target and the ids that came out: nothing is tokenised twice. Beside the file lies FILE.meta.json, the settings it was made
-with; another run into the same file has to agree with them. Batches are a pure function of prompts and settings, so an
-interrupted run that is carried on gives the file of a run that never stopped.
+Every assistant turn of a conversation is generated in order and becomes a line of its own, with the ids that went into
+the target and the ids that came out: nothing is tokenised twice. Beside the file lies FILE.meta.json, the settings it
+was made with; another run into the same file has to agree with them. Batches are a pure function of prompts and
+settings, so an interrupted run that is carried on gives the file of a run that never stopped.
 """
 
 import fcntl
@@ -41,17 +41,21 @@ def read_meta(responses: Path) -> dict[str, Any]:
     path = meta_path(responses)
     if not path.is_file():
         raise UserError(
-            f"{responses} has no {path.name} beside it, so nothing says which target wrote it; make it with `python -m data_prep "
-            "respond`, and move both files together."
+            f"{responses} has no {path.name} beside it, so nothing says which target wrote it; make it with `python -m "
+            "data_prep respond`, and move both files together."
         )
     return json.loads(path.read_text())
 
 
 def differences(have: dict[str, Any], expected: dict[str, Any]) -> list[str]:
-    """One "field: have X, expected Y" per field of `expected` that differs in `have`; where the target lies does not count."""
+    """One "field: have X, expected Y" per field of `expected` that differs in `have`; where the target lies does not
+    count.
+    """
     mine = flatten(have)
     fields = {name: value for name, value in flatten(expected).items() if name != "target.name"}
-    return [f"{name}: have {mine.get(name)}, expected {value}" for name, value in fields.items() if mine.get(name) != value]
+    return [
+        f"{name}: have {mine.get(name)}, expected {value}" for name, value in fields.items() if mine.get(name) != value
+    ]
 
 
 def read_prompts(path: Path) -> list[dict[str, Any]]:
@@ -62,7 +66,9 @@ def read_prompts(path: Path) -> list[dict[str, Any]]:
         name = str(line.get("id", ""))
         if not name or name in seen:
             other = f"used at {seen[name]} too" if name else "missing"
-            raise UserError(f"{where}: id {name!r} is {other}; run the file through `python -m data_prep prompts` first.")
+            raise UserError(
+                f"{where}: id {name!r} is {other}; run the file through `python -m data_prep prompts` first."
+            )
         seen[name] = where
         prompts.append({"id": name, "source": str(line.get("source", path.stem)), "messages": to_messages(line, where)})
     if not prompts:
@@ -80,8 +86,8 @@ def _batches(
 ) -> Iterator[list[Job]]:
     """Batches of jobs, sorted by prompt length, first all first turns, then all second turns, and so on.
 
-    The answers of a round, put into job["response"] by the consumer, become history of the next one. Prompts of more than
-    `longest` ids are dropped, with their later turns, and counted.
+    The answers of a round, put into job["response"] by the consumer, become history of the next one. Prompts of more
+    than `longest` ids are dropped, with their later turns, and counted.
     """
     talks = [(prompt, open_turns(prompt["messages"])) for prompt in prompts]
     places = [[i for i, message in enumerate(talk) if message is None] for _, talk in talks]
@@ -127,10 +133,12 @@ def respond(
     batch_size: int = 64,
     template_args: dict[str, Any] | None = None,
 ) -> Counter:
-    """Append a line per assistant turn to `out` until all are there; returns counts (kept, generated, tokens, stop, ...).
+    """Append a line per assistant turn to `out` until all are there; returns counts (lines, generated, tokens,
+    stop, length, empty, dropped).
 
-    A line: {id, source, messages, prompt_token_ids, response_token_ids, finish_reason: "stop" | "length", response}, where
-    response_token_ids end with the stop token if there was one. UserError when `out` was made with other settings.
+    A line: {id, source, messages, prompt_token_ids, response_token_ids, finish_reason: "stop" | "length", response},
+    where response_token_ids end with the stop token if there was one. UserError when `out` was made with other
+    settings.
     """
     template_args = template_args or {}
     prompts = read_prompts(prompts_path)
@@ -154,8 +162,8 @@ def respond(
         changed = differences(read_meta(out), meta)
         if changed:
             raise UserError(
-                f"{out} was made with other settings ({'; '.join(changed)}); repeat those settings to carry on, or choose another "
-                "--out."
+                f"{out} was made with other settings ({'; '.join(changed)}); repeat those settings to carry on, or "
+                "choose another --out."
             )
     else:
         write_atomic(meta_path(out), (json.dumps(meta, indent=2) + "\n").encode())
@@ -191,8 +199,8 @@ def _write(
             for job, line in zip(batch, lines):
                 if (job["id"], job["prompt_token_ids"]) != (line["id"], line["prompt_token_ids"]):
                     raise UserError(
-                        f"{file.name} holds {line['id']!r} where {job['id']!r} belongs: its lines were changed or reordered; restore "
-                        "the file or choose another --out."
+                        f"{file.name} holds {line['id']!r} where {job['id']!r} belongs: its lines were changed or "
+                        "reordered; restore the file or choose another --out."
                     )
             if len(lines) < len(batch):
                 # a batch is always generated whole, so that its ids do not depend on where the last run stopped
@@ -201,7 +209,11 @@ def _write(
                 for job, ids in list(zip(batch, greedy(model, prompts_ids, limit, stops, bar.update)))[len(lines) :]:
                     text = tokenizer.decode(ids[:-1] if ids[-1] in stops else ids, skip_special_tokens=True)
                     line = {name: job[name] for name in ("id", "source", "messages", "prompt_token_ids")}
-                    line |= {"response_token_ids": ids, "finish_reason": "stop" if ids[-1] in stops else "length", "response": text}
+                    line |= {
+                        "response_token_ids": ids,
+                        "finish_reason": "stop" if ids[-1] in stops else "length",
+                        "response": text,
+                    }
                     lines.append(line)
                     file.write((json.dumps(line, ensure_ascii=False) + "\n").encode("utf-8"))
                     counts["generated"] += 1
@@ -212,9 +224,12 @@ def _write(
                 counts[line["finish_reason"]] += 1
                 counts["empty"] += not line["response"].strip()
                 counts["tokens"] += len(line["response_token_ids"])
-            bar.total = (total - sum(counts[r] for r in ("stop", "length"))) * limit + bar.n  # early stops shorten the way
+            # early stops shorten the way
+            bar.total = (total - counts["stop"] - counts["length"]) * limit + bar.n
             bar.refresh()
     counts["lines"] = counts["stop"] + counts["length"]
     if taken < len(kept):
-        raise UserError(f"{file.name} holds {len(kept)} lines, the prompts give {taken}: restore the file or choose another --out.")
+        raise UserError(
+            f"{file.name} holds {len(kept)} lines, the prompts give {taken}: restore the file or choose another --out."
+        )
     return counts

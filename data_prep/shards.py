@@ -1,8 +1,8 @@
 """Samples and the webdataset shards they lie in.
 
-A shard is an uncompressed tar that plain `webdataset` reads. A sample is two members: `KEY.json` (where it came from, its
-turns, probes and the CRC-32 of the other member) and `KEY.safetensors` with input_ids int32 [S], loss_mask uint8 [S] and
-hidden bf16 [S, F, D]. The same samples always give the same bytes: fixed times, owners and member order.
+A shard is an uncompressed tar that plain `webdataset` reads. A sample is two members: `KEY.json` (where it came from,
+its turns, probes and the CRC-32 of the other member) and `KEY.safetensors` with input_ids int32 [S], loss_mask uint8
+[S] and hidden bf16 [S, F, D]. The same samples always give the same bytes: fixed times, owners and member order.
 """
 
 import hashlib
@@ -38,7 +38,9 @@ def padded(nbytes: int) -> int:
 
 
 def sample_bytes(tokens: int, features: int, hidden_size: int) -> int:
-    """Bytes that a sample adds to its shard: states, ids and mask of `tokens` positions, two headers, about 1 KiB of JSON."""
+    """Bytes that a sample adds to its shard: states, ids and mask of `tokens` positions, two headers, about 1 KiB of
+    JSON.
+    """
     return padded(tokens * (features * hidden_size * 2 + 5) + 256) + 4 * BLOCK
 
 
@@ -51,8 +53,8 @@ def encode_sample(input_ids_S: torch.Tensor, loss_mask_S: torch.Tensor, hidden_S
     """The bytes of KEY.safetensors. UserError for states that are not bfloat16: other types lose range or precision."""
     if hidden_SFD.dtype != torch.bfloat16:
         raise UserError(
-            f"states are {hidden_SFD.dtype}, shards store bfloat16: float16 overflows at 65504, which hidden states exceed; "
-            "convert with .to(torch.bfloat16)."
+            f"states are {hidden_SFD.dtype}, shards store bfloat16: float16 overflows at 65504, which hidden states "
+            "exceed; convert with .to(torch.bfloat16)."
         )
     return save(
         {
@@ -66,11 +68,14 @@ def encode_sample(input_ids_S: torch.Tensor, loss_mask_S: torch.Tensor, hidden_S
 def decode_sample(buffer: bytearray | memoryview) -> dict[str, torch.Tensor]:
     """The tensors of a KEY.safetensors payload, sharing memory with `buffer` (nothing is copied).
 
-    Returns input_ids int32 [S], loss_mask uint8 [S], hidden bf16 [S, F, D]. UserError when the payload is anything else.
+    Returns input_ids int32 [S], loss_mask uint8 [S], hidden bf16 [S, F, D]. UserError when the payload is anything
+    else.
     """
     view = memoryview(buffer)
     if len(view) < 8:
-        raise UserError(f"a sample of {len(view)} bytes is no safetensors payload; run `python -m data_prep verify` on the dataset.")
+        raise UserError(
+            f"a sample of {len(view)} bytes is no safetensors payload; run `python -m data_prep verify` on the dataset."
+        )
     (header_size,) = struct.unpack("<Q", view[:8])
     try:
         header = json.loads(bytes(view[8 : 8 + header_size]))
@@ -84,13 +89,19 @@ def decode_sample(buffer: bytearray | memoryview) -> dict[str, torch.Tensor]:
             if start + end > len(view):
                 raise ValueError(f"{name} ends at byte {start + end} of {len(view)}")
             count = (end - begin) // dtype.itemsize
-            tensors[name] = torch.frombuffer(buffer, dtype=dtype, count=count, offset=start + begin).view(entry["shape"])
+            tensors[name] = torch.frombuffer(buffer, dtype=dtype, count=count, offset=start + begin).view(
+                entry["shape"]
+            )
     except (ValueError, KeyError, TypeError, RuntimeError, RecursionError) as error:  # whatever damaged bytes decode to
-        raise UserError(f"a sample's payload is damaged ({error}); run `python -m data_prep verify` on the dataset.") from error
+        raise UserError(
+            f"a sample's payload is damaged ({error}); run `python -m data_prep verify` on the dataset."
+        ) from error
     rows = {name: tensor.shape[0] if tensor.dim() else 0 for name, tensor in tensors.items()}
     if len(set(rows.values())) > 1 or tensors["input_ids"].dim() != 1 or tensors["hidden"].dim() != 3:
         shapes = {name: list(tensor.shape) for name, tensor in tensors.items()}
-        raise UserError(f"a sample has shapes {shapes}, expected [S], [S] and [S, F, D]; run `python -m data_prep verify`.")
+        raise UserError(
+            f"a sample has shapes {shapes}, expected [S], [S] and [S, F, D]; run `python -m data_prep verify`."
+        )
     return tensors
 
 
@@ -104,8 +115,8 @@ def read_sample(path: str | Path, offset: int, nbytes: int) -> dict[str, torch.T
             count = os.preadv(descriptor, [memoryview(buffer)[done:]], offset + done)
             if count == 0:
                 raise UserError(
-                    f"shard {path} ends after {done} of the {nbytes} bytes of the sample at {offset}: it is cut short; run "
-                    "`python -m data_prep verify` on the dataset."
+                    f"shard {path} ends after {done} of the {nbytes} bytes of the sample at {offset}: it is cut short; "
+                    "run `python -m data_prep verify` on the dataset."
                 )
             done += count
     finally:
@@ -162,8 +173,17 @@ class ShardWriter:
         self.tar = TarWriter(self.stream, user="data", group="data", mode=0o644, encoder=False, mtime=0)
         self.samples: list[Written] = []
 
-    def add(self, key: str, meta: dict[str, Any], input_ids_S: torch.Tensor, loss_mask_S: torch.Tensor, hidden_SFD: torch.Tensor):
-        """Append a sample; `meta` becomes KEY.json, with the payload's CRC-32 added (verify names a damaged sample by it)."""
+    def add(
+        self,
+        key: str,
+        meta: dict[str, Any],
+        input_ids_S: torch.Tensor,
+        loss_mask_S: torch.Tensor,
+        hidden_SFD: torch.Tensor,
+    ) -> None:
+        """Append a sample; `meta` becomes KEY.json, with the payload's CRC-32 added (verify names a damaged sample by
+        it).
+        """
         payload = encode_sample(input_ids_S, loss_mask_S, hidden_SFD)
         meta = {**meta, "crc32": zlib.crc32(payload)}
         # webdataset writes the members of a sample in the order of their extensions: json, then safetensors

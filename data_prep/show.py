@@ -1,6 +1,8 @@
 """A dataset or one of its samples in words: the `inspect` stage.
 
     python -m data_prep inspect dataset/ 000003
+
+Without a key it shows the manifest and a row per shard.
 """
 
 import sys
@@ -23,16 +25,22 @@ def show_dataset(folder: Path) -> str:
     manifest = Manifest.read(folder)
     target = manifest.target
     lines = [
-        f"{folder}: {'sealed' if manifest.sealed else 'unfinished'}, {len(manifest.shards)} of {manifest.plan.shards} shards, "
-        f"{manifest.plan.samples} samples, {manifest.plan.tokens} tokens planned; dropped {manifest.dropped or 'nothing'}",
+        f"{folder}: {'sealed' if manifest.sealed else 'unfinished'}, {len(manifest.shards)} of {manifest.plan.shards} "
+        f"shards, {manifest.plan.samples} samples, {manifest.plan.tokens} tokens planned; dropped "
+        f"{manifest.dropped or 'nothing'}",
         f"target {target.name} ({target.num_hidden_layers} layers, hidden size {target.hidden_size}, {target.dtype}, "
-        f"{'tied' if target.tied else 'untied'}), layers {manifest.features.layer_ids}, mask token {manifest.mask_token_id}",
-        f"template arguments {manifest.template_args}, max length {manifest.max_length}, content {manifest.sha256()[:16]}",
+        f"{'tied' if target.tied else 'untied'}), layers {manifest.features.layer_ids}, mask token "
+        f"{manifest.mask_token_id}",
+        f"template arguments {manifest.template_args}, max length {manifest.max_length}, content "
+        f"{manifest.sha256()[:16]}",
         f"{'shard':<12}{'samples':>9}{'tokens':>10}{'supervised':>12}{'anchors':>9}{'MB':>9}{'= argmax':>10}",
     ]
     for s in manifest.shards:
         share = s.argmax_matches / s.supervised
-        lines.append(f"{s.name:<12}{s.samples:>9}{s.tokens:>10}{s.supervised:>12}{s.anchors:>9}{s.bytes / 1e6:>9.1f}{share:>10.2%}")
+        lines.append(
+            f"{s.name:<12}{s.samples:>9}{s.tokens:>10}{s.supervised:>12}{s.anchors:>9}"
+            f"{s.bytes / 1e6:>9.1f}{share:>10.2%}"
+        )
     return "\n".join(lines)
 
 
@@ -63,20 +71,23 @@ def show_sample(folder: Path, key: str, target: Path | None = None) -> str:
     tokenizer = load_tokenizer(place) if place.is_dir() else None
     norms_SF = sample["hidden"].float().norm(dim=-1)
     lines = [
-        f"{entry.shard} {entry.key}: id {meta['id']}, source {meta['source']}, {entry.tokens} tokens, {entry.supervised} supervised, "
-        f"{entry.anchors} anchors, turns {meta['turns']}",
+        f"{entry.shard} {entry.key}: id {meta['id']}, source {meta['source']}, {entry.tokens} tokens, "
+        f"{entry.supervised} supervised, {entry.anchors} anchors, turns {meta['turns']}",
         _marked(sample["input_ids"], sample["loss_mask"], tokenizer),
         "state norms     " + "  ".join(f"{name:>9}" for name in ("mean", "min", "max")),
     ]
     for feature, layer in enumerate(manifest.features.layer_ids):
         row = norms_SF[:, feature]
-        lines.append(f"  layer {layer:<8}" + "  ".join(f"{float(value):>9.2f}" for value in (row.mean(), row.min(), row.max())))
+        lines.append(
+            f"  layer {layer:<8}" + "  ".join(f"{float(value):>9.2f}" for value in (row.mean(), row.min(), row.max()))
+        )
     lines.append("probes (the target's argmax after a position, and what the text has there)")
     for probe in meta["probes"]:
         actual = int(sample["input_ids"][probe["position"] + 1])
         equal = "=" if actual == probe["argmax"] else "!"
         lines.append(
-            f"  {probe['position']:>6}  {_token(tokenizer, probe['argmax'])} {equal} {_token(tokenizer, actual)}  logprob {probe['logprob']}"
+            f"  {probe['position']:>6}  {_token(tokenizer, probe['argmax'])} {equal} {_token(tokenizer, actual)}  "
+            f"logprob {probe['logprob']}"
         )
     return "\n".join(lines)
 

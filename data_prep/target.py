@@ -41,7 +41,9 @@ def text_config(config: dict[str, Any]) -> dict[str, Any]:
 def config_sha256(folder: str | Path) -> str:
     """SHA-256 of the config's meaning: key order, library version and where it was loaded from do not count."""
     config = read_config(folder)
-    return sha256_hex(canonical_json({k: v for k, v in config.items() if k not in ("transformers_version", "_name_or_path")}))
+    return sha256_hex(
+        canonical_json({k: v for k, v in config.items() if k not in ("transformers_version", "_name_or_path")})
+    )
 
 
 def feature_layer_ids(num_layers: int, n: int = 5) -> list[int]:
@@ -68,7 +70,9 @@ def check_layer_ids(ids: Iterable[int], num_layers: int) -> list[int]:
         raise UserError("no layer ids given: name at least one decoder layer, for example --layer-ids 1,8,15.")
     for i in ids:
         if not 0 <= i < num_layers:
-            raise UserError(f"layer id {i} does not exist: the target has decoder layers 0..{num_layers - 1}; fix --layer-ids.")
+            raise UserError(
+                f"layer id {i} does not exist: the target has decoder layers 0..{num_layers - 1}; fix --layer-ids."
+            )
         if i == num_layers - 1:
             raise UserError(
                 f"layer id {i} is the last layer, which Hugging Face returns after the final norm and serving engines "
@@ -102,8 +106,8 @@ def mask_token_id(
 ) -> int:
     """The row of the target's embedding table that fills a block's open slots: one that text never uses.
 
-    Order: `explicit`, the tokenizer's mask token, the first row past the tokenizer (Qwen3: 151669), a special token that
-    neither the tokenizer's roles nor the chat template use, names with "reserved" or "unused" first (Llama 3.1:
+    Order: `explicit`, the tokenizer's mask token, the first row past the tokenizer (Qwen3: 151669), a special token
+    that neither the tokenizer's roles nor the chat template use, names with "reserved" or "unused" first (Llama 3.1:
     128002). `vocab_rows` is the number of embedding rows; `template` defaults to the tokenizer's chat template. Never
     pad, eos, bos or one of `stop_ids`, never past the table; UserError names the id, the rule and the remedy.
     """
@@ -114,16 +118,20 @@ def mask_token_id(
     if explicit is not None:
         if not 0 <= explicit < vocab_rows:
             raise UserError(
-                f"mask token id {explicit} is not a row of the target's embedding table (rows 0..{vocab_rows - 1}); the "
-                "table is never resized, choose an existing row with --mask-token-id."
+                f"mask token id {explicit} is not a row of the target's embedding table (rows 0..{vocab_rows - 1}); "
+                "the table is never resized, choose an existing row with --mask-token-id."
             )
         if explicit in taken:
             raise UserError(
-                f"mask token id {explicit} is {taken[explicit]}: its embedding means something in text; choose a row that "
-                "text never uses with --mask-token-id."
+                f"mask token id {explicit} is {taken[explicit]}: its embedding means something in text; choose a row "
+                "that text never uses with --mask-token-id."
             )
         return explicit
-    if tokenizer.mask_token_id is not None and tokenizer.mask_token_id < vocab_rows and tokenizer.mask_token_id not in taken:
+    if (
+        tokenizer.mask_token_id is not None
+        and tokenizer.mask_token_id < vocab_rows
+        and tokenizer.mask_token_id not in taken
+    ):
         return tokenizer.mask_token_id
     first_free = max(tokenizer.get_vocab().values()) + 1
     if first_free < vocab_rows:
@@ -131,12 +139,16 @@ def mask_token_id(
     specials = [
         (re.search("reserved|unused", token.content, re.IGNORECASE) is None, i)
         for i, token in tokenizer.added_tokens_decoder.items()
-        if token.special and i < vocab_rows and i not in taken and i != tokenizer.unk_token_id and token.content not in template
+        if token.special
+        and i < vocab_rows
+        and i not in taken
+        and i != tokenizer.unk_token_id
+        and token.content not in template
     ]
     if not specials:
         raise UserError(
-            f"the tokenizer has no mask token, fills all {vocab_rows} embedding rows and has no unused special token: name a "
-            "row that text never uses with --mask-token-id."
+            f"the tokenizer has no mask token, fills all {vocab_rows} embedding rows and has no unused special token: "
+            "name a row that text never uses with --mask-token-id."
         )
     return min(specials)[1]
 
@@ -180,20 +192,20 @@ def read_embedding_and_head(folder: str | Path) -> tuple[torch.Tensor, torch.Ten
     head = _read_one(files, HEAD_NAMES)
     if not flags and head is None:
         raise UserError(
-            f"{folder} stores no LM head and its config.json does not say tie_word_embeddings; set it to true if the head is "
-            "the embedding table, else save the target with its head."
+            f"{folder} stores no LM head and its config.json does not say tie_word_embeddings; set it to true if the "
+            "head is the embedding table, else save the target with its head."
         )
     if any(flags):
         if head is not None and not torch.equal(head, embedding):
             raise UserError(
-                f"{folder}: config.json says tie_word_embeddings, but the stored LM head differs from the embedding; correct "
-                "the flag or remove the head tensor."
+                f"{folder}: config.json says tie_word_embeddings, but the stored LM head differs from the embedding; "
+                "correct the flag or remove the head tensor."
             )
         return embedding, embedding, True
     if head is None:
         raise UserError(
-            f"{folder} is untied (tie_word_embeddings is false) and stores no LM head (looked for {', '.join(HEAD_NAMES)}); "
-            "save the target with its head."
+            f"{folder} is untied (tie_word_embeddings is false) and stores no LM head (looked for "
+            f"{', '.join(HEAD_NAMES)}); save the target with its head."
         )
     return embedding, head, False
 
@@ -209,10 +221,14 @@ def tensor_sha256(tensor: torch.Tensor) -> str:
 def tokenizer_sha256(folder: str | Path) -> str:
     """SHA-256 of the files that turn text into ids: tokenizer.json, else the slow tokenizer's files."""
     folder = Path(folder)
-    names = ["tokenizer.json"] if (folder / "tokenizer.json").is_file() else ["tokenizer.model", "vocab.json", "merges.txt"]
+    names = (
+        ["tokenizer.json"] if (folder / "tokenizer.json").is_file() else ["tokenizer.model", "vocab.json", "merges.txt"]
+    )
     present = [name for name in names if (folder / name).is_file()]
     if not present:
-        raise UserError(f"{folder} holds no tokenizer (tokenizer.json, tokenizer.model or vocab.json); add the target's own.")
+        raise UserError(
+            f"{folder} holds no tokenizer (tokenizer.json, tokenizer.model or vocab.json); add the target's own."
+        )
     digest = hashlib.sha256()
     for name in present:
         digest.update(name.encode() + b"\0" + (folder / name).read_bytes())

@@ -1,11 +1,20 @@
-"""A tiny random target with a real tokenizer and chat template, made on the spot in a second: for smoke runs and tests."""
+"""A tiny random target with a real tokenizer and chat template, made on the spot in a second: for smoke runs and
+tests.
+"""
 
 from pathlib import Path
 from typing import Literal
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 CHAT_TEMPLATE = (
@@ -15,19 +24,24 @@ CHAT_TEMPLATE = (
     "{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\n' -}}{%- endif -%}"
 )
 CORPUS = [
-    "user system assistant What is the sum of two numbers? Explain how the function sorts a list of words and returns it.",
+    "user system assistant What is the sum of two numbers? Explain how the function sorts a list of words and returns "
+    "it.",
     "Write a short story about the sea, then translate the sentence and give three reasons why it is so.",
 ]
 MODELS = {"llama": (LlamaConfig, LlamaForCausalLM), "qwen3": (Qwen3Config, Qwen3ForCausalLM)}
 
 
 def make_tiny_tokenizer(size: int, chat_template: str = CHAT_TEMPLATE) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer of at most `size` (>= 259) tokens: any text round-trips; eos and pad are special tokens."""
+    """A byte-level BPE tokenizer of at most `size` (>= 259) tokens: any text round-trips; eos and pad are special
+    tokens.
+    """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    trainer = trainers.BpeTrainer(vocab_size=size, special_tokens=SPECIALS, initial_alphabet=alphabet, show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=size, special_tokens=SPECIALS, initial_alphabet=alphabet, show_progress=False
+    )
     tokenizer.train_from_iterator(CORPUS, trainer)
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
@@ -51,9 +65,9 @@ def make_tiny_target(
 ) -> Path:
     """Save a random causal LM (fp32) and its tokenizer as a Hugging Face folder; returns `folder`.
 
-    `vocab` embedding rows, at least 262, of which the last 3 lie past the tokenizer: the first is the mask token's. Weights
-    are drawn from N(0, 0.08) by `seed`, so that greedy text varies; norm weights lie in [0.5, 1.5], so that a forgotten
-    or doubled norm shows.
+    `vocab` embedding rows, at least 262, of which the last 3 lie past the tokenizer: the first is the mask token's.
+    Weights are drawn from N(0, 0.08) by `seed`, so that greedy text varies; norm weights lie in [0.5, 1.5], so that a
+    forgotten or doubled norm shows.
     """
     folder = Path(folder)
     tokenizer = make_tiny_tokenizer(vocab - 3)

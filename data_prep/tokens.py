@@ -1,7 +1,8 @@
 """Token ids exactly as a server sees them, and the loss mask.
 
-A sample is the prompt rendered with the generation prompt and the recorded template arguments, followed by the target's own
-response ids; exactly those response ids are supervised. No generation markers are needed, no template text is supervised.
+A sample is the prompt rendered with the generation prompt and the recorded template arguments, followed by the target's
+own response ids; exactly those response ids are supervised. No generation markers are needed, no template text is
+supervised.
 """
 
 import re
@@ -31,8 +32,8 @@ def chat_template(tokenizer: PreTrainedTokenizerBase) -> str:
     """The text of the tokenizer's chat template. UserError when it has none."""
     if not tokenizer.chat_template:
         raise UserError(
-            f"the tokenizer {tokenizer.name_or_path} has no chat template; put the one that serving uses into the target's "
-            "folder as chat_template.jinja."
+            f"the tokenizer {tokenizer.name_or_path} has no chat template; put the one that serving uses into the "
+            "target's folder as chat_template.jinja."
         )
     return tokenizer.get_chat_template()
 
@@ -42,7 +43,9 @@ def template_sha256(tokenizer: PreTrainedTokenizerBase) -> str:
     return sha256_hex(chat_template(tokenizer).encode("utf-8"))
 
 
-def _render(tokenizer: PreTrainedTokenizerBase, messages: list[Message], template_args: dict[str, Any], clock: str = "") -> str:
+def _render(
+    tokenizer: PreTrainedTokenizerBase, messages: list[Message], template_args: dict[str, Any], clock: str = ""
+) -> str:
     """The text for generation; `clock` is put before the template."""
     template = clock + chat_template(tokenizer)
     try:
@@ -51,14 +54,18 @@ def _render(tokenizer: PreTrainedTokenizerBase, messages: list[Message], templat
         )
     except (TemplateError, TypeError) as error:  # raise_exception in the template, or content it cannot join
         roles = ", ".join(message["role"] for message in messages)
-        raise UserError(f"the chat template refuses a conversation of the roles {roles}: {error}; correct or remove it.") from error
+        raise UserError(
+            f"the chat template refuses a conversation of the roles {roles}: {error}; correct or remove it."
+        ) from error
 
 
 def check_template_args(tokenizer: PreTrainedTokenizerBase, template_args: dict[str, Any]) -> None:
     """UserError for an argument whose name the chat template never mentions: it would be ignored without a word."""
     for name in template_args:
         if not re.search(rf"\b{re.escape(name)}\b", chat_template(tokenizer)):
-            raise UserError(f"the chat template never reads the argument {name!r}; correct its name in --template-args.")
+            raise UserError(
+                f"the chat template never reads the argument {name!r}; correct its name in --template-args."
+            )
 
 
 def prompt_text(tokenizer: PreTrainedTokenizerBase, messages: list[Message], template_args: dict[str, Any]) -> str:
@@ -73,21 +80,26 @@ def prompt_text(tokenizer: PreTrainedTokenizerBase, messages: list[Message], tem
             place = next(i for i, pair in enumerate(zip(one, other)) if pair[0] != pair[1])
             names = sorted(set(re.findall(r"\b\w*date\w*\b", template))) or ["its date argument"]
             raise UserError(
-                f"the chat template writes today's date: it gives {one[max(place - 20, 0) : place + 12]!r} on one day and "
-                f"{other[max(place - 20, 0) : place + 12]!r} on another, so prompts stop matching what is served; pin it, for "
-                f"example --template-args '{{\"{names[0]}\": \"26 Jul 2024\"}}', and serve with the same value."
+                f"the chat template writes today's date: it gives {one[max(place - 20, 0) : place + 12]!r} on one day "
+                f"and {other[max(place - 20, 0) : place + 12]!r} on another, so prompts stop matching what is served; "
+                "pin it, for "
+                f'example --template-args \'{{"{names[0]}": "26 Jul 2024"}}\', and serve with the same value.'
             )
     return text
 
 
 def prompt_ids(tokenizer: PreTrainedTokenizerBase, messages: list[Message], template_args: dict[str, Any]) -> list[int]:
-    """The ids of `apply_chat_template(messages, add_generation_prompt=True, **template_args)`; UserError as prompt_text."""
+    """The ids of `apply_chat_template(messages, add_generation_prompt=True, **template_args)`; UserError as
+    prompt_text.
+    """
     text = prompt_text(tokenizer, messages, template_args)
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
 def sample_tokens(prompt: list[int], response: list[int], max_length: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """input_ids int32 [S] = prompt + response, cut to `max_length`, and loss_mask uint8 [S], 1 exactly on response ids."""
+    """input_ids int32 [S] = prompt + response, cut to `max_length`, and loss_mask uint8 [S], 1 exactly on response
+    ids.
+    """
     input_ids = torch.tensor((prompt + response)[:max_length], dtype=torch.int32)
     loss_mask = (torch.arange(len(input_ids)) >= len(prompt)).to(torch.uint8)
     return input_ids, loss_mask

@@ -2,7 +2,8 @@
 
     python -m data_prep verify dataset/ [--target TARGET --recompute 8]
 
-Cost: every byte is read twice (hash, contents); `--recompute N` runs N samples through the target and compares the states.
+Cost: every byte is read twice (hash, contents); `--recompute N` runs N samples through the target and compares the
+states.
 """
 
 import hashlib
@@ -13,7 +14,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-import torch
 from tqdm import tqdm
 
 from .errors import UserError
@@ -23,8 +23,8 @@ from .model import load_model
 from .shards import UNFINISHED, anchor_positions, decode_sample, read_meta, read_sample, shard_name
 from .target import target_facts, tokenizer_sha256
 
-# Largest relative error of a state row, and of a probe's log-probability where its argmax differs (a tie), that batching and
-# bfloat16 storage explain; another sample's states are off by about 1.4.
+# Largest relative error of a state row, and of a probe's log-probability where its argmax differs (a tie), that
+# batching and bfloat16 storage explain; another sample's states are off by about 1.4.
 TOLERANCE = {"float32": (0.02, 1e-3), "bfloat16": (0.25, 0.1), "float16": (0.05, 0.02)}
 
 
@@ -62,7 +62,9 @@ def verify(folder: Path, *, target: Path | None = None, recompute: int = 0) -> R
     if target is not None:
         findings += _check_target(manifest, target)
         if recompute and not findings:  # states of a damaged dataset say nothing new
-            chosen = [entries[i * len(entries) // min(recompute, len(entries))] for i in range(min(recompute, len(entries)))]
+            chosen = [
+                entries[i * len(entries) // min(recompute, len(entries))] for i in range(min(recompute, len(entries)))
+            ]
             findings += _recompute(folder, manifest, target, chosen)
             recomputed = len(chosen)
     return Report(findings, len(present), samples, tokens, recomputed)
@@ -78,7 +80,10 @@ def _check_folder(folder: Path, manifest: Manifest) -> Iterator[str]:
     else:
         sums = (len(listed), sum(s.samples for s in manifest.shards), sum(s.tokens for s in manifest.shards))
         if sums != (manifest.plan.shards, manifest.plan.samples, manifest.plan.tokens):
-            yield f"manifest.json: shards, samples, tokens add up to {sums}, planned {tuple(manifest.plan.model_dump().values())}"
+            yield (
+                f"manifest.json: shards, samples, tokens add up to {sums}, planned "
+                f"{tuple(manifest.plan.model_dump().values())}"
+            )
         for path in sorted(folder.glob(f"*{UNFINISHED}")):
             yield f"{path.name}: unfinished file beside a finished dataset; remove it"
     for name in listed:
@@ -139,7 +144,9 @@ def _check_members(
     except tarfile.ReadError as error:
         yield f"after {read} samples: broken tar ({error})"
     if read != shard.samples:
-        yield f"read {read} samples, expected {shard.samples}" + (f", first missing {rows[read].key}" if read < len(rows) else "")
+        yield f"read {read} samples, expected {shard.samples}" + (
+            f", first missing {rows[read].key}" if read < len(rows) else ""
+        )
 
 
 def _payload(file: BinaryIO, size: int) -> bytearray:
@@ -156,7 +163,9 @@ def _json(content: bytes) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _check_sample(payload: bytearray, meta: dict[str, Any], entry: SampleEntry | None, manifest: Manifest) -> Iterator[str]:
+def _check_sample(
+    payload: bytearray, meta: dict[str, Any], entry: SampleEntry | None, manifest: Manifest
+) -> Iterator[str]:
     """What is wrong with one sample's tensors, in words."""
     if not {"id", "source", "turns", "probes", "crc32"} <= set(meta):
         yield "its JSON member is damaged"
@@ -180,10 +189,16 @@ def _check_sample(payload: bytearray, meta: dict[str, Any], entry: SampleEntry |
         yield f"loss mask holds {int(mask_S.max())}, it has to be 0 or 1"
     anchors = len(anchor_positions(mask_S))
     if not anchors or bool(mask_S.all()):
-        yield f"loss mask has {int(mask_S.sum())} ones in {len(mask_S)} and {anchors} anchors: two in a row, but not all, are needed"
+        yield (
+            f"loss mask has {int(mask_S.sum())} ones in {len(mask_S)} and {anchors} anchors: two in a row, but not "
+            "all, are needed"
+        )
     counts = (len(ids_S), int(mask_S.sum()), anchors)
     if entry is not None and counts != (entry.tokens, entry.supervised, entry.anchors):
-        yield f"tokens, supervised, anchors are {counts}, the index says {(entry.tokens, entry.supervised, entry.anchors)}"
+        yield (
+            f"tokens, supervised, anchors are {counts}, the index says "
+            f"{(entry.tokens, entry.supervised, entry.anchors)}"
+        )
     if not hidden_SFD.isfinite().all():
         position, feature = (~hidden_SFD.isfinite()).any(-1).nonzero()[0].tolist()
         yield f"state at position {position}, feature {feature} is NaN or infinite"
@@ -214,13 +229,15 @@ def _recompute(folder: Path, manifest: Manifest, target: Path, chosen: list[Samp
         if not float(error_SF.max()) <= state_limit:
             position, feature = divmod(int(error_SF.argmax()), error_SF.shape[1])
             yield (
-                f"{entry.shard} {entry.key}: states differ from the target's by up to {float(error_SF.max()):.3f} (position "
-                f"{position}, layer {manifest.features.layer_ids[feature]}; allowed {state_limit}): not this sample's states"
+                f"{entry.shard} {entry.key}: states differ from the target's by up to {float(error_SF.max()):.3f} "
+                f"(position {position}, layer {manifest.features.layer_ids[feature]}; allowed {state_limit}): not this "
+                "sample's states"
             )
         for old, new in zip(read_meta(folder / entry.shard, entry.key)["probes"], again.probes):
             if old["argmax"] != new["argmax"] and abs(old["logprob"] - new["logprob"]) > logprob_limit:
                 yield (
-                    f"{entry.shard} {entry.key}: probe at position {old['position']} is {old['argmax']}, the target says {new['argmax']}"
+                    f"{entry.shard} {entry.key}: probe at position {old['position']} is {old['argmax']}, the target "
+                    f"says {new['argmax']}"
                 )
 
 

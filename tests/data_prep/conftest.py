@@ -42,7 +42,9 @@ def target(tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def prompts(tmp_path_factory) -> Path:
     """26 prompts of different lengths, one of them a conversation of two turns."""
-    lines = [{"id": f"p{i}", "messages": [{"role": "user", "content": f"Say {i}" + " again" * (i % 5)}]} for i in range(25)]
+    lines = [
+        {"id": f"p{i}", "messages": [{"role": "user", "content": f"Say {i}" + " again" * (i % 5)}]} for i in range(25)
+    ]
     path = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in [*lines, TALK]))
     return path

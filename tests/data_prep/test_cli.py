@@ -43,13 +43,19 @@ def test_verify_exits_0_on_a_good_and_1_on_a_bad_dataset(capsys, dataset, tmp_pa
 
 
 def test_an_input_error_exits_2_with_the_remedy_and_no_traceback(capsys, target, tmp_path):
-    status, _, err = run(capsys, "extract", "--target", target, "--responses", tmp_path / "no.jsonl", "--out", tmp_path / "d")
+    status, _, err = run(
+        capsys, "extract", "--target", target, "--responses", tmp_path / "no.jsonl", "--out", tmp_path / "d"
+    )
     assert status == 2 and err.startswith("error: ") and "python -m data_prep respond" in err
 
 
 def test_a_target_that_is_no_model_folder_is_an_input_error(capsys, prompts, responses, tmp_path):
     arguments = ["--target", tmp_path, "--out", tmp_path / "d"]
-    for stage in (["respond", "--prompts", prompts], ["extract", "--responses", responses], ["estimate", "--tokens", 5]):
+    for stage in (
+        ["respond", "--prompts", prompts],
+        ["extract", "--responses", responses],
+        ["estimate", "--tokens", 5],
+    ):
         status, _, err = run(capsys, *stage, *(arguments if stage[0] != "estimate" else arguments[:2]))
         assert status == 2 and "holds no config.json" in err
 

@@ -54,7 +54,9 @@ def test_ids_are_prompt_plus_response_and_exactly_the_response_is_supervised(sam
         assert meta["turns"] == [
             {"start": len(line["prompt_token_ids"]), "end": len(ids), "finish_reason": line["finish_reason"]}
         ]
-        served = tokenizer.apply_chat_template(line["messages"], add_generation_prompt=True, return_dict=True)["input_ids"]
+        served = tokenizer.apply_chat_template(line["messages"], add_generation_prompt=True, return_dict=True)[
+            "input_ids"
+        ]
         assert ids[: len(served)].tolist() == served
 
 
@@ -95,10 +97,16 @@ def test_the_targets_own_greedy_responses_agree_with_its_argmax(manifest):
 
 def test_the_manifest_names_what_has_to_agree_later(manifest, target):
     assert manifest.sealed and manifest.features.layer_ids == LAYERS and manifest.mask_token_id == 297
-    assert manifest.target.num_hidden_layers == 6 and manifest.target.vocab_size == 300 and manifest.stop_token_ids == [2, 247]
+    assert (
+        manifest.target.num_hidden_layers == 6
+        and manifest.target.vocab_size == 300
+        and manifest.stop_token_ids == [2, 247]
+    )
     assert manifest.plan.samples == sum(shard.samples for shard in manifest.shards)
     assert manifest.plan.tokens == sum(shard.tokens for shard in manifest.shards)
-    assert manifest.differences({"target": {"hidden_size": 64}, "mask_token_id": 5}) == ["mask_token_id: have 297, expected 5"]
+    assert manifest.differences({"target": {"hidden_size": 64}, "mask_token_id": 5}) == [
+        "mask_token_id: have 297, expected 5"
+    ]
 
 
 def test_responses_that_are_not_the_targets_are_warned_about(target, responses, tmp_path, capsys):
@@ -149,7 +157,9 @@ def test_responses_of_another_target_or_template_are_refused(target, responses, 
         extract(target, path, tmp_path / "d")
 
 
-@pytest.mark.parametrize("bad, message", [([5], "last layer"), ([6], "does not exist"), ([-1], "does not exist"), ([2, 2], "twice")])
+@pytest.mark.parametrize(
+    "bad, message", [([5], "last layer"), ([6], "does not exist"), ([-1], "does not exist"), ([2, 2], "twice")]
+)
 def test_layer_ids_that_cannot_be_features_are_refused(target, responses, tmp_path, bad, message):
     with pytest.raises(UserError, match=message):
         extract(target, responses, tmp_path / "d", layer_ids=bad)
@@ -234,7 +244,9 @@ def _run_and_die(owner, name: str, call: int, arguments: tuple) -> None:
 
 
 def _killed(target, responses, out, point, call: int) -> Manifest:
-    child = multiprocessing.get_context("fork").Process(target=_run_and_die, args=(*point, call, (target, responses, out)))
+    child = multiprocessing.get_context("fork").Process(
+        target=_run_and_die, args=(*point, call, (target, responses, out))
+    )
     child.start()
     child.join(60)
     assert child.exitcode == -signal.SIGKILL

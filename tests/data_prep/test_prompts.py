@@ -27,7 +27,11 @@ def test_every_spelling_becomes_the_same_messages(tmp_path):
     prepare_prompts([tmp_path / "in.jsonl"], tmp_path, 0)
     found = read_lines(tmp_path / "train.jsonl")
     assert found[0] == {"id": "1", "source": "mine", "messages": talk}
-    assert [[m["role"] for m in line["messages"]] for line in found[1:4]] == [["user", "assistant"], ["user", "user"], ["user"]]
+    assert [[m["role"] for m in line["messages"]] for line in found[1:4]] == [
+        ["user", "assistant"],
+        ["user", "user"],
+        ["user"],
+    ]
     assert found[4]["source"] == "in" and len(found[4]["id"]) == 16
     assert (tmp_path / "heldout.jsonl").read_text() == ""
 
@@ -86,7 +90,11 @@ def test_unicode_survives(tmp_path):
 
 
 def test_the_target_speaks_after_every_user_and_tool_turn_and_tool_calls_stay():
-    ask, answer, system = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "system", "content": "c"}
+    ask, answer, system = (
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "b"},
+        {"role": "system", "content": "c"},
+    )
     call = {"role": "assistant", "tool_calls": [{"name": "f"}]}
     tool = {"role": "tool", "content": "4"}
     assert open_turns([ask]) == [ask, None]

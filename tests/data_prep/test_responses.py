@@ -47,7 +47,9 @@ def test_every_assistant_turn_is_generated_in_order_and_is_a_line_of_its_own(tar
     assert second["messages"][2]["content"] == first["response"] != "this answer is not the target's"
     tokenizer = load_tokenizer(target)
     for line in lines.values():
-        served = tokenizer.apply_chat_template(line["messages"], add_generation_prompt=True, return_dict=True)["input_ids"]
+        served = tokenizer.apply_chat_template(line["messages"], add_generation_prompt=True, return_dict=True)[
+            "input_ids"
+        ]
         assert line["prompt_token_ids"] == served
 
 

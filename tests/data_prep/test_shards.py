@@ -42,7 +42,9 @@ def test_decoding_shares_the_buffer_and_agrees_with_safetensors():
     assert base < start < base + size
 
 
-@pytest.mark.parametrize("damage", [lambda b: b[:5], lambda b: b[:-1], lambda b: b"\xff" * 8 + b[8:], lambda b: b[:8] + b"{}" + b[10:]])
+@pytest.mark.parametrize(
+    "damage", [lambda b: b[:5], lambda b: b[:-1], lambda b: b"\xff" * 8 + b[8:], lambda b: b[:8] + b"{}" + b[10:]]
+)
 def test_a_damaged_payload_is_an_error_and_never_a_tensor(damage):
     with pytest.raises(UserError, match="verify"):
         decode_sample(bytearray(damage(encode_sample(*sample()))))
@@ -76,7 +78,9 @@ def test_plain_webdataset_reads_every_sample_of_every_shard(clean_dataset, manif
     shards = [str(clean_dataset / shard.name) for shard in manifest.shards]
     entries = read_index(clean_dataset, manifest)
     found = list(webdataset.WebDataset(shards, shardshuffle=False))
-    assert [item["__key__"] for item in found] == [entry.key for entry in entries] and len(found) == manifest.plan.samples
+    assert [item["__key__"] for item in found] == [entry.key for entry in entries] and len(
+        found
+    ) == manifest.plan.samples
     for item, entry in zip(found, entries):
         tensors = read_sample(clean_dataset / entry.shard, entry.offset, entry.nbytes)
         assert all(torch.equal(tensor, tensors[name]) for name, tensor in load(item["safetensors"]).items())

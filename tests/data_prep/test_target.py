@@ -68,7 +68,9 @@ def test_a_tokenizer_that_uses_every_row_needs_an_explicit_mask_id():
 @pytest.mark.parametrize("name", ["eos", "pad", "stop", "row 300", "row -1"])
 def test_a_mask_id_that_is_eos_pad_a_stop_token_or_past_the_table_is_refused_by_number(name):
     tokenizer = make_tiny_tokenizer(297)
-    number = {"eos": tokenizer.eos_token_id, "pad": tokenizer.pad_token_id, "stop": 77, "row 300": 300, "row -1": -1}[name]
+    number = {"eos": tokenizer.eos_token_id, "pad": tokenizer.pad_token_id, "stop": 77, "row 300": 300, "row -1": -1}[
+        name
+    ]
     with pytest.raises(UserError, match=rf"mask token id {number} .*--mask-token-id"):
         mask_token_id(tokenizer, 300, number, stop_ids=[77])
 

@@ -123,7 +123,12 @@ def test_damage_that_no_hash_betrays_is_named_by_shard_and_key(dataset, damage):
 def test_swapped_states_are_found_by_the_hash_and_by_recomputing(clean_dataset, dataset, target):
     content = members(clean_dataset / "000001.tar")
     payloads = [decode_sample(bytearray(payload)) for _, payload in content[1::2]]
-    pairs = [(i, j) for i in range(len(payloads)) for j in range(i) if len(payloads[i]["input_ids"]) == len(payloads[j]["input_ids"])]
+    pairs = [
+        (i, j)
+        for i in range(len(payloads))
+        for j in range(i)
+        if len(payloads[i]["input_ids"]) == len(payloads[j]["input_ids"])
+    ]
     one, other = pairs[0]
     keys = [
         change_sample(dataset, "000001.tar", a, lambda tensors, b=b: tensors.update(hidden=payloads[b]["hidden"]))
@@ -142,7 +147,9 @@ def test_a_flipped_byte_names_shard_and_key(dataset, manifest):
     content[entry.offset + entry.nbytes - 7] ^= 1
     (dataset / entry.shard).write_bytes(content)
     found = findings(dataset)
-    assert f"{entry.shard}: sha256" in found and f"{entry.shard} {entry.key}: its tensors do not have the CRC-32" in found
+    assert (
+        f"{entry.shard}: sha256" in found and f"{entry.shard} {entry.key}: its tensors do not have the CRC-32" in found
+    )
 
 
 def test_every_flipped_byte_is_found_wherever_it_lies(dataset):
@@ -165,14 +172,20 @@ def test_a_shard_cut_on_a_member_boundary_is_found(dataset, manifest):
     with tarfile.open(path) as tar:
         header = list(tar)[6].offset
     path.write_bytes(path.read_bytes()[:header])
-    assert f"000000.tar read 3 samples, expected {manifest.shards[0].samples}, first missing 000003" in findings(dataset)
+    assert f"000000.tar read 3 samples, expected {manifest.shards[0].samples}, first missing 000003" in findings(
+        dataset
+    )
     path.write_bytes(b"")
     assert "read 0 samples" in findings(dataset)
 
 
 def test_a_key_in_two_shards_is_reported_with_both(clean_dataset, dataset):
     content = members(clean_dataset / "000001.tar")
-    rebuild(dataset, "000001.tar", [("000000" + name[6:] if i < 2 else name, data) for i, (name, data) in enumerate(content)])
+    rebuild(
+        dataset,
+        "000001.tar",
+        [("000000" + name[6:] if i < 2 else name, data) for i, (name, data) in enumerate(content)],
+    )
     assert "000001.tar 000000: key already used in 000000.tar" in findings(dataset)
 
 
