@@ -22,10 +22,10 @@ from tqdm import tqdm
 from .errors import UserError
 from .features import FeatureTaps, Sample
 from .files import sha256_hex, sync_folder, write_atomic
-from .manifest import INDEX_NAME, MANIFEST_NAME, Features, Manifest, Shard
+from .manifest import INDEX_NAME, MANIFEST_NAME, Features, Manifest, Shard, differences
 from .model import compute_dtype, dtype_name, load_model
 from .plan import Batches, Planned, make_plan
-from .responses import differences, read_meta
+from .responses import read_meta
 from .shards import UNFINISHED, ShardWriter, shard_name
 from .target import check_layer_ids, feature_layer_ids, mask_token_id, stop_token_ids, target_facts, tokenizer_sha256
 from .tokens import check_template_args, load_tokenizer, sample_tokens, template_sha256

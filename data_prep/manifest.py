@@ -75,6 +75,16 @@ def flatten(fields: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
+def differences(have: dict[str, Any], expected: dict[str, Any]) -> list[str]:
+    """One "field: have X, expected Y" per field of `expected` that differs in `have`; the target's path is no field."""
+    mine = flatten(have)
+    return [
+        f"{name}: have {mine.get(name)}, expected {value}"
+        for name, value in flatten(expected).items()
+        if name != "target.name" and (name not in mine or mine[name] != value)
+    ]
+
+
 class Manifest(_Strict):
     """Contents of manifest.json; see the README's data preparation page for the meaning of every field."""
 
@@ -125,12 +135,7 @@ class Manifest(_Strict):
 
     def differences(self, other: dict[str, Any]) -> list[str]:
         """One "field: have X, expected Y" for each field of `other` (a whole identity or part of one) that differs."""
-        mine = flatten(self.identity())
-        return [
-            f"{name}: have {mine.get(name)}, expected {value}"
-            for name, value in flatten(other).items()
-            if name not in mine or mine[name] != value
-        ]
+        return differences(self.identity(), other)
 
     def sha256(self) -> str:
         """SHA-256 of the content: all fields except where the target lay on disk."""

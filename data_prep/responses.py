@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerBase
 from .errors import UserError
 from .files import canonical_json, sha256_hex, write_atomic
 from .generate import greedy
-from .manifest import flatten
+from .manifest import differences
 from .model import compute_dtype, dtype_name, load_model
 from .prompts import open_turns, read_lines, to_messages
 from .target import read_config, stop_token_ids, target_facts, text_config, tokenizer_sha256
@@ -45,17 +45,6 @@ def read_meta(responses: Path) -> dict[str, Any]:
             "data_prep respond`, and move both files together."
         )
     return json.loads(path.read_text())
-
-
-def differences(have: dict[str, Any], expected: dict[str, Any]) -> list[str]:
-    """One "field: have X, expected Y" per field of `expected` that differs in `have`; where the target lies does not
-    count.
-    """
-    mine = flatten(have)
-    fields = {name: value for name, value in flatten(expected).items() if name != "target.name"}
-    return [
-        f"{name}: have {mine.get(name)}, expected {value}" for name, value in fields.items() if mine.get(name) != value
-    ]
 
 
 def read_prompts(path: Path) -> list[dict[str, Any]]:

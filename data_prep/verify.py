@@ -212,8 +212,7 @@ def _check_target(manifest: Manifest, target: Path) -> Iterator[str]:
     """The manifest against the facts of `target`: config, embedding, head, tokenizer."""
     facts = target_facts(target, manifest.target.dtype)
     for difference in manifest.differences({"target": facts, "tokenizer_sha256": tokenizer_sha256(target)}):
-        if not difference.startswith("target.name"):
-            yield f"manifest.json against {target}: {difference}"
+        yield f"manifest.json against {target}: {difference}"
 
 
 def _recompute(folder: Path, manifest: Manifest, target: Path, chosen: list[SampleEntry]) -> Iterator[str]:
