@@ -210,6 +210,23 @@ def read_embedding_and_head(folder: str | Path) -> tuple[torch.Tensor, torch.Ten
     return embedding, head, False
 
 
+def read_layers(folder: str | Path, ids: Iterable[int]) -> dict[int, dict[str, torch.Tensor]]:
+    """Layer id -> its tensors (stored dtype) by their name inside the layer, e.g. "self_attn.q_proj.weight".
+
+    UserError where the target does not store a layer under one of the usual names.
+    """
+    files = _tensor_files(Path(folder))
+    prefixes = [name.removesuffix("embed_tokens.weight") for name in EMBEDDING_NAMES if name in files]
+    layers: dict[int, dict[str, torch.Tensor]] = {}
+    for i in ids:
+        start = f"{prefixes[0]}layers.{i}." if prefixes else ""
+        names = [name for name in files if start and name.startswith(start)]
+        if not names:
+            raise UserError(f"{folder} stores no tensors of decoder layer {i} beside its embedding table; its layers cannot be read.")
+        layers[i] = {name.removeprefix(start): _read_one(files, (name,)) for name in names}
+    return layers
+
+
 def tensor_sha256(tensor: torch.Tensor) -> str:
     """SHA-256 over dtype, shape and bytes of `tensor` (moved to the CPU, made contiguous)."""
     tensor = tensor.detach().cpu().contiguous()

@@ -19,6 +19,7 @@ from pipeline.config import RunConfig, load_run
 from pipeline.dataset import TrainingData, open_dataset
 from pipeline.drafter import DFlashDrafter
 from pipeline.runtime import Runtime, fail, start, versions
+from pipeline.start import start_from_target
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -43,11 +44,17 @@ def build(run: RunConfig, data: TrainingData, plan: StepPlan, ds_config: str, ru
 
     config = resolve_ds_config(ds_config, run, runtime)
     head = TargetHead.load(run.target_path, data.manifest, runtime.device, runtime.dtype)
-    engine = build_engine(DFlashDrafter(data.drafter).initialise(run.seed), config, runtime)
+    engine = build_engine(initial_drafter(run, data), config, runtime)
     dataset = StepDataset(run.data_path, plan, rank=runtime.rank, world=runtime.world, micro_batch=run.optim.micro_batch,
                           max_anchors=run.loss.max_anchors, block_size=data.drafter.block_size,
                           mask_token_id=data.drafter.mask_token_id)
     return Trainer(run, runtime, engine, head, dataset, total_steps(run, plan))
+
+
+def initial_drafter(run: RunConfig, data: TrainingData) -> DFlashDrafter:
+    """The drafter of step 0, the same on every rank."""
+    drafter = DFlashDrafter(data.drafter).initialise(run.seed)
+    return start_from_target(drafter, run.target_path) if run.drafter.start == "target" else drafter
 
 
 def total_steps(run: RunConfig, plan: StepPlan) -> int:
@@ -124,6 +131,8 @@ def train(args: argparse.Namespace) -> int:
         else:
             runtime.say("starting from step 0" + (f" (no complete checkpoint in {folder})" if args.resume else ""))
             clear_results(run, runtime)
+            if runtime.rank == 0:
+                initial_drafter(run, data).save_pretrained(folder / checkpoint.UNTRAINED)
         known = versions()
         return trainer.train(begin, lambda done: checkpoint.Marker(
             done, steps, resolved, public, data.manifest.sha256(), runtime.world, known), stop)

@@ -22,6 +22,7 @@ from pipeline.runtime import Runtime, versions
 
 MARKER = "complete.json"
 LATEST = "latest"
+UNTRAINED = "untrained"  # beside the tags: the drafter before its first step, in the public format
 _TAG = re.compile(r"step\d{6,}")
 
 
@@ -115,7 +116,7 @@ def check_marker(marker: Marker, *, drafter: dict, manifest_sha256: str, run: di
     for name in sorted(drafter.keys() | marker.drafter.keys()):
         if drafter.get(name) != marker.drafter.get(name):
             differences.append(f"drafter {name} {marker.drafter.get(name)} became {drafter.get(name)}")
-    for section in ("seed", "precision", "loss", "optim"):
+    for section in ("seed", "precision", "drafter", "loss", "optim"):
         if run[section] != marker.run[section]:
             differences.append(f"{section} {marker.run[section]} became {run[section]}")
     if differences:

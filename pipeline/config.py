@@ -31,6 +31,8 @@ class TargetSection(_Section):
 class DrafterSection(_Section):
     num_layers: int = Field(5, ge=1, description="drafter layers; the paper uses 3 and 5")
     block_size: int = Field(16, ge=2, description="slots of a block, anchor included; block_size - 1 tokens are drafted")
+    start: Literal["random", "target"] = Field(
+        "random", description="initial weights: drawn from the seed, or the target's own last layers (pipeline/start.py)")
     target_layer_ids: list[int] | None = Field(None, description="default: the dataset's; if set, must equal them")
     mask_token_id: int | None = Field(None, description="default: the dataset's; if set, must equal it")
 

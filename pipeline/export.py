@@ -31,13 +31,12 @@ def find_checkpoint(path: Path) -> tuple[Path, str]:
     return path, tags[-1]
 
 
-def drafter_of(folder: Path, tag: str, untrained: bool) -> DFlashDrafter:
-    """The drafter of a checkpoint in float32; `untrained`: as it was before the first step, which is a function of the
-    run's seed."""
+def drafter_of(folder: Path, tag: str, untrained: bool = False) -> DFlashDrafter:
+    """The drafter of a checkpoint in float32; `untrained`: as it was before the first step."""
+    if untrained:
+        return DFlashDrafter.from_pretrained(folder / checkpoint.UNTRAINED)
     marker = checkpoint.read_marker(folder, tag)
     drafter = DFlashDrafter(DrafterConfig.from_public(marker.drafter, str(folder / tag / checkpoint.MARKER)))
-    if untrained:
-        return drafter.initialise(marker.run["seed"])
     state = get_fp32_state_dict_from_zero_checkpoint(str(folder), tag=tag)
     check_tensors({name: tuple(p.shape) for name, p in drafter.named_parameters()},
                   {name: tuple(t.shape) for name, t in state.items()}, str(folder / tag))
