@@ -33,9 +33,9 @@ export TOKENIZERS_PARALLELISM=false TRANSFORMERS_VERBOSITY=error HF_HUB_OFFLINE=
 export OMP_WAIT_POLICY=PASSIVE
 
 if [ -n "$smoke" ]; then
-    run=launch/runs/smoke.yaml new_tokens=24 batch=160 shard_bytes=500000 heldout=24 eval_tokens=16
+    run=launch/runs/smoke.yaml new_tokens=24 batch=172 shard_bytes=500000 heldout=24 eval_tokens=16
 else
-    run=launch/runs/quickstart.yaml new_tokens=128 batch=160 shard_bytes=64000000 heldout=24 eval_tokens=48
+    run=launch/runs/quickstart.yaml new_tokens=128 batch=172 shard_bytes=64000000 heldout=24 eval_tokens=32
 fi
 ranks=$("$PYTHON" -c 'import os, torch; print(min(2, torch.cuda.device_count() or len(os.sched_getaffinity(0))))')
 port=$("$PYTHON" -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')
@@ -70,7 +70,7 @@ stage prompts no prompts python -m data_prep prompts data_prep/quickstart_prompt
 stage respond yes "responses.jsonl*" python -m data_prep respond --target "$out/target" --prompts "$out/prompts/train.jsonl" \
     --out "$out/responses.jsonl" --max-new-tokens $new_tokens --batch-size $batch
 stage extract yes dataset python -m data_prep extract --target "$out/target" --responses "$out/responses.jsonl" \
-    --out "$out/dataset" --shard-bytes $shard_bytes
+    --out "$out/dataset" --shard-bytes $shard_bytes --batch-tokens 2048
 stage verify no "" python -m data_prep verify "$out/dataset" --target "$out/target" --recompute 4
 stage train yes "checkpoints metrics.jsonl tensorboard" deepspeed --num_accelerators "$ranks" --master_port "$port" \
     launch/train.py --ds_config ds_configs/zero3.json --run $run --resume auto out="$out"
