@@ -67,7 +67,7 @@ def test_every_auto_is_filled_by_its_owner(path):
     config = resolve_ds_config(path, load_run(QUICKSTART), ONE_CPU)
     assert (config["train_batch_size"], config["train_micro_batch_size_per_gpu"], config["gradient_accumulation_steps"],
             config["gradient_clipping"], config["bf16"]["enabled"]) == (4, 2, 2, 1.0, False)
-    assert config["optimizer"]["params"]["lr"] == 1e-3 and "auto" not in json.dumps(config)
+    assert config["optimizer"]["params"]["lr"] == 2e-3 and "auto" not in json.dumps(config)
 
 
 @pytest.mark.parametrize("change,words", [
