@@ -120,6 +120,22 @@ def test_the_optimizer_state_is_one_partition_per_rank_in_float32(two_ranks):
     assert len(numbers) == 2 and numbers[0] == numbers[1] and count <= sum(numbers) < count * 1.01
 
 
+def test_under_bf16_master_weights_and_moments_are_float32_and_norms_move_also_after_a_resume(folder):
+    out = copy(folder, folder.parent / "bf16")
+    settings = ("precision=bf16", "optim.max_steps=8", "checkpoint.every=4", "checkpoint.keep=5", "optim.lr=6e-4")
+    train(out, *settings, launcher=False)
+    shutil.rmtree(out / "checkpoints/step000008")
+    train(out, *settings, "--resume", "auto", launcher=False)
+    (path,) = (out / "checkpoints/step000008").glob("*_optim_states.pt")
+    state = torch.load(path, weights_only=False)["optimizer_state_dict"]
+    moments = [v for s in state["optimizer_state_dict"]["state"].values() for v in s.values() if torch.is_tensor(v)]
+    assert {t.dtype for t in [*state["fp32_flat_groups"], *moments]} == {torch.float32}
+    for (name, a), b in zip(drafter_of(out / "checkpoints", "step000008").named_parameters(),
+                            drafter_of(out / "checkpoints", "step000008", True).parameters()):
+        assert not torch.equal(a, b), name
+    assert len(losses(out)) == 8 and json.loads((out / "checkpoints/step000008/complete.json").read_text())["step"] == 8
+
+
 def test_the_export_equals_the_checkpoint_and_refuses_to_overwrite(two_ranks, tmp_path):
     command = [sys.executable, "launch/export.py", str(two_ranks / "checkpoints"), str(tmp_path / "drafter")]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
