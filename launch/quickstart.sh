@@ -35,13 +35,13 @@ export OMP_WAIT_POLICY=PASSIVE
 if [ -n "$smoke" ]; then
     run=launch/runs/smoke.yaml new_tokens=24 batch=172 shard_bytes=500000 heldout=24 eval_tokens=16
 else
-    run=launch/runs/quickstart.yaml new_tokens=128 batch=172 shard_bytes=64000000 heldout=24 eval_tokens=32
+    run=launch/runs/quickstart.yaml new_tokens=96 batch=172 shard_bytes=64000000 heldout=24 eval_tokens=24
 fi
 ranks=$("$PYTHON" -c 'import os, torch; print(min(2, torch.cuda.device_count() or len(os.sched_getaffinity(0))))')
 port=$("$PYTHON" -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')
 
 number=0
-chain=$(cat "$run" data_prep/quickstart_prompts.jsonl | cksum)
+chain=$(cksum < data_prep/quickstart_prompts.jsonl)
 # stage NAME RESUMES MADE COMMAND...: MADE is what the command writes. The fingerprint of a stage covers its command and
 # everything before it. Same fingerprint: done stages are skipped, begun ones carry on where RESUMES is yes; otherwise
 # what was made is removed first.
@@ -72,11 +72,13 @@ stage respond yes "responses.jsonl*" python -m data_prep respond --target "$out/
 stage extract yes dataset python -m data_prep extract --target "$out/target" --responses "$out/responses.jsonl" \
     --out "$out/dataset" --shard-bytes $shard_bytes --batch-tokens 2048
 stage verify no "" python -m data_prep verify "$out/dataset" --target "$out/target" --recompute 4
+chain="$chain $(cksum < "$run")"
 stage train yes "checkpoints metrics.jsonl tensorboard" deepspeed --num_accelerators "$ranks" --master_port "$port" \
     launch/train.py --ds_config ds_configs/zero3.json --run $run --resume auto out="$out"
 stage export no drafter python launch/export.py "$out/checkpoints" "$out/drafter"
 stage export-untrained no drafter_untrained python launch/export.py "$out/checkpoints" "$out/drafter_untrained" --untrained
-stage evaluate yes report python launch/evaluate.py --target "$out/target" --drafter "$out/drafter" \
+# One sequence at a time is bound by memory: a second thread would only wait.
+stage evaluate yes report env OMP_NUM_THREADS=1 python launch/evaluate.py --target "$out/target" --drafter "$out/drafter" \
     --baseline "$out/drafter_untrained" --prompts "$out/prompts/heldout.jsonl" --out "$out/report" \
     --max-new-tokens $eval_tokens --history "$out/metrics.jsonl"
 
