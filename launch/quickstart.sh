@@ -44,19 +44,19 @@ number=0
 chain=$(cksum < data_prep/quickstart_prompts.jsonl)
 # stage NAME RESUMES MADE COMMAND...: MADE is what the command writes. The fingerprint of a stage covers its command and
 # everything before it. Same fingerprint: done stages are skipped, begun ones carry on where RESUMES is yes; otherwise
-# what was made is removed first.
+# what was made is removed first. The word PORT in a command becomes a free port, another one every time.
 stage() {
     local name=$1 resumes=$2 made=$3 began=$SECONDS
     shift 3
     number=$((number + 1))
     chain=$(echo "$chain $*" | cksum)
-    echo; echo "== [$number/9] $name"; echo "   $*"
+    echo; echo "== [$number/9] $name"; echo "   ${*/#PORT/$port}"
     if [ "$(cat "$out/.stages/$name.done" 2>/dev/null)" = "$chain" ]; then echo "   already done"; return; fi
     if [ "$resumes" = no ] || [ "$(cat "$out/.stages/$name.begun" 2>/dev/null)" != "$chain" ]; then
         (cd "$out" && rm -rf $made)
         echo "$chain" > "$out/.stages/$name.begun"
     fi
-    "$@"
+    "${@/#PORT/$port}"
     echo "$chain" > "$out/.stages/$name.done"
     echo "   $((SECONDS - began)) s"
 }
@@ -73,7 +73,7 @@ stage extract yes dataset python -m data_prep extract --target "$out/target" --r
     --out "$out/dataset" --shard-bytes $shard_bytes --batch-tokens 2048
 stage verify no "" python -m data_prep verify "$out/dataset" --target "$out/target" --recompute 4
 chain="$chain $(cksum < "$run")"
-stage train yes "checkpoints metrics.jsonl tensorboard" deepspeed --num_accelerators "$ranks" --master_port "$port" \
+stage train yes "checkpoints metrics.jsonl tensorboard" deepspeed --num_accelerators "$ranks" --master_port PORT \
     launch/train.py --ds_config ds_configs/zero3.json --run $run --resume auto out="$out"
 stage export no drafter python launch/export.py "$out/checkpoints" "$out/drafter"
 stage export-untrained no drafter_untrained python launch/export.py "$out/checkpoints" "$out/drafter_untrained" --untrained
