@@ -118,15 +118,11 @@ def load_run(path: str | Path, overrides: list[str] = ()) -> RunConfig:
         raise UserError(f"run file {path} is not valid YAML: {error}") from error
     for override in overrides:
         _apply(tree, override)
-    return validate_run(tree, str(path))
-
-
-def validate_run(tree: dict, where: str) -> RunConfig:
     try:
         return RunConfig.model_validate(tree)
     except ValidationError as error:
         lines = [f"{'.'.join(map(str, e['loc'])) or 'run'}: {e['msg']} (got {e['input']!r})"[:400] for e in error.errors()]
-        raise UserError(f"{where}: " + "; ".join(lines) + "; the keys and their meaning are in pipeline/config.py and "
+        raise UserError(f"{path}: " + "; ".join(lines) + "; the keys and their meaning are in pipeline/config.py and "
                         "launch/runs/quickstart.yaml") from error
 
 
