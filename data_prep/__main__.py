@@ -1,55 +1,15 @@
-"""Command line of data preparation: `python -m data_prep {prompts,respond,extract,verify,estimate,inspect}`.
+"""Command line of data preparation: `python -m data_prep {prompts,respond,extract,merge,verify,estimate,inspect}`.
 
 Exit status: 0 done, 1 `verify` found a bad dataset, 2 a usage or input error, 130 interrupted.
 """
 
 import argparse
-import json
+import os
 import sys
 from collections import Counter
-from pathlib import Path
-from typing import Any
 
+from .arguments import build_parser
 from .errors import UserError
-
-FLOW = """\
-The stages in order, for a target in the folder TARGET:
-  python -m data_prep prompts   my.jsonl --out prompts --heldout 24
-  python -m data_prep respond   --target TARGET --prompts prompts/train.jsonl --out responses.jsonl
-  python -m data_prep estimate  --target TARGET --tokens 1000000
-  python -m data_prep extract   --target TARGET --responses responses.jsonl --out dataset
-  python -m data_prep verify    dataset --target TARGET --recompute 8
-  python -m data_prep inspect   dataset 000000
-Every stage that takes long can be interrupted; the same command carries on."""
-
-
-def _json_object(text: str) -> dict[str, Any]:
-    value = json.loads(text)
-    if not isinstance(value, dict):
-        raise ValueError
-    return value
-
-
-def _layer_ids(text: str) -> list[int]:
-    return [int(part) for part in text.split(",")]
-
-
-def _bytes(text: str) -> int:
-    return int(float(text))
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise ValueError
-    return value
-
-
-# argparse names the type in its message: "argument --layer-ids: invalid list like 1,8,15 value: 'x'"
-_json_object.__name__ = 'JSON object like {"enable_thinking": false}'
-_layer_ids.__name__ = "list like 1,8,15"
-_bytes.__name__ = "number of bytes like 2e9"
-_positive.__name__ = "positive number"
 
 
 def _print_counts(counts: Counter) -> None:
@@ -57,37 +17,73 @@ def _print_counts(counts: Counter) -> None:
 
 
 def _prompts(args: argparse.Namespace) -> int:
-    from .prompts import prepare_prompts
+    from .prompts import prepare_benchmarks, prepare_prompts
 
-    _print_counts(prepare_prompts(args.inputs, args.out, args.heldout))
+    if args.benchmark:
+        counts = prepare_benchmarks(args.inputs, args.out)
+    else:
+        counts = prepare_prompts(
+            args.inputs,
+            args.out,
+            args.heldout,
+            similarity=args.similarity,
+            target=args.target,
+            template_args=args.template_args,
+        )
+    _print_counts(counts)
     return 0
 
 
 def _respond(args: argparse.Namespace) -> int:
     from .responses import respond
 
-    settings = {
-        "max_new_tokens": args.max_new_tokens,
-        "batch_size": args.batch_size,
-        "template_args": args.template_args,
-    }
-    _print_counts(respond(args.target, args.prompts, args.out, **settings))
+    counts = respond(
+        args.target,
+        args.prompts,
+        args.out,
+        max_new_tokens=args.max_new_tokens,
+        batch_size=args.batch_size,
+        template_args=args.template_args,
+        sample=args.sample,
+        seed=args.seed,
+        servers=args.server,
+        concurrency=args.concurrency,
+        timeout=args.timeout,
+        keep_answers=args.keep_answers,
+    )
+    _print_counts(counts)
     return 0
 
 
 def _extract(args: argparse.Namespace) -> int:
     from .extract import extract
 
-    extract(
-        args.target,
-        args.responses,
-        args.out,
-        layer_ids=args.layer_ids,
-        mask_token_id=args.mask_token_id,
-        max_length=args.max_length,
-        shard_bytes=args.shard_bytes,
-        batch_tokens=args.batch_tokens,
-    )
+    options = {
+        name: getattr(args, name)
+        for name in (
+            "layer_ids",
+            "mask_token_id",
+            "max_length",
+            "shard_bytes",
+            "batch_tokens",
+            "storage",
+            "last_hidden",
+            "drop",
+            "dtype",
+            "device_map",
+            "force",
+            "num_tasks",
+            "task_id",
+        )
+    }
+    extract(args.target, args.responses, args.out, **options)
+    return 0
+
+
+def _merge(args: argparse.Namespace) -> int:
+    from .merge import merge
+
+    merge(args.dataset)
     return 0
 
 
@@ -108,7 +104,8 @@ def _verify(args: argparse.Namespace) -> int:
 def _estimate(args: argparse.Namespace) -> int:
     from .estimate import estimate
 
-    print(estimate(args.target, args.tokens, features=args.layers, max_length=args.max_length))
+    storage = {"storage": args.storage, "last_hidden": args.last_hidden}
+    print(estimate(args.target, args.tokens, features=args.layers, max_length=args.max_length, **storage))
     return 0
 
 
@@ -119,130 +116,24 @@ def _inspect(args: argparse.Namespace) -> int:
     return 0
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """The parser of all stages."""
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser("python -m data_prep", description=FLOW, formatter_class=raw)
-    stages = parser.add_subparsers(dest="stage", required=True, metavar="STAGE")
-
-    def stage(name: str, run: Any, summary: str, example: str) -> argparse.ArgumentParser:
-        sub = stages.add_parser(
-            name, help=summary, description=summary, epilog=f"example:\n  {example}", formatter_class=raw
-        )
-        sub.set_defaults(run=run)
-        return sub
-
-    sub = stage(
-        "prompts",
-        _prompts,
-        "Bring prompts of any common spelling into one JSONL schema, drop exact duplicates, split off held-out ones.",
-        "python -m data_prep prompts a.jsonl b.jsonl --out prompts --heldout 24",
-    )
-    sub.add_argument(
-        "inputs", nargs="+", type=Path, metavar="IN.jsonl", help="lines with messages, conversations, turns or prompt"
-    )
-    sub.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for train.jsonl and heldout.jsonl")
-    sub.add_argument(
-        "--heldout", type=int, required=True, metavar="N", help="prompts to hold out, chosen by a hash of their text"
-    )
-
-    sub = stage(
-        "respond",
-        _respond,
-        "Let the target answer the prompts, greedily; an interrupted run carries on.",
-        "python -m data_prep respond --target TARGET --prompts prompts/train.jsonl --out responses.jsonl \\\n"
-        "      --max-new-tokens 512 --template-args '{\"enable_thinking\": false}'",
-    )
-    sub.add_argument(
-        "--target", type=Path, required=True, metavar="DIR", help="local Hugging Face folder of the target"
-    )
-    sub.add_argument("--prompts", type=Path, required=True, metavar="F.jsonl", help="what `prompts` wrote")
-    sub.add_argument(
-        "--out", type=Path, required=True, metavar="F2.jsonl", help="a line per assistant turn; settings go beside it"
-    )
-    sub.add_argument(
-        "--max-new-tokens", type=_positive, default=128, metavar="N", help="longest response (default 128)"
-    )
-    sub.add_argument(
-        "--batch-size", type=_positive, default=64, metavar="N", help="prompts generated together (default 64)"
-    )
-    sub.add_argument(
-        "--template-args", type=_json_object, default={}, metavar="JSON", help="chat template arguments of serving"
-    )
-
-    sub = stage(
-        "extract",
-        _extract,
-        "Store the target's hidden states over prompt + response as webdataset shards; killed anywhere, it carries on.",
-        "python -m data_prep extract --target TARGET --responses responses.jsonl --out dataset",
-    )
-    sub.add_argument("--target", type=Path, required=True, metavar="DIR", help="the target that wrote the responses")
-    sub.add_argument("--responses", type=Path, required=True, metavar="F.jsonl", help="what `respond` wrote")
-    sub.add_argument(
-        "--out", type=Path, required=True, metavar="DIR", help="dataset folder: manifest.json, index.jsonl, shards"
-    )
-    sub.add_argument(
-        "--layer-ids", type=_layer_ids, metavar="1,8,..", help="decoder layers to store (default: 5, evenly spread)"
-    )
-    sub.add_argument(
-        "--mask-token-id", type=int, metavar="N", help="embedding row that text never uses (default: see the README)"
-    )
-    sub.add_argument(
-        "--max-length", type=_positive, default=3072, metavar="N", help="tokens kept of a sample (default 3072)"
-    )
-    sub.add_argument(
-        "--shard-bytes", type=_bytes, default=2_000_000_000, metavar="N", help="size of a shard (default 2e9)"
-    )
-    sub.add_argument(
-        "--batch-tokens", type=_positive, default=8192, metavar="N", help="positions of a batch (default 8192)"
-    )
-
-    sub = stage(
-        "verify",
-        _verify,
-        "Check manifest, hashes, keys and every sample; exit status 1 and the names of what is bad.",
-        "python -m data_prep verify dataset --target TARGET --recompute 8",
-    )
-    sub.add_argument("dataset", type=Path, metavar="DIR", help="dataset folder")
-    sub.add_argument("--target", type=Path, metavar="T", help="compare with this target too")
-    sub.add_argument(
-        "--recompute", type=int, default=0, metavar="N", help="samples to run through the target again (default 0)"
-    )
-
-    sub = stage(
-        "estimate",
-        _estimate,
-        "Bytes per token, per sample and in all, from the target's config.json alone.",
-        "python -m data_prep estimate --target TARGET --tokens 100000000",
-    )
-    sub.add_argument("--target", type=Path, required=True, metavar="DIR", help="target's folder, or a config.json")
-    sub.add_argument(
-        "--tokens", type=_positive, required=True, metavar="N", help="tokens of prompts and responses together"
-    )
-    sub.add_argument("--layers", type=_positive, default=5, metavar="N", help="number of feature layers (default 5)")
-    sub.add_argument(
-        "--max-length", type=_positive, default=3072, metavar="N", help="tokens of the longest sample (default 3072)"
-    )
-
-    sub = stage(
-        "inspect",
-        _inspect,
-        "Show a dataset, or one sample: its text with supervised spans marked, state norms, probes.",
-        "python -m data_prep inspect dataset 000003",
-    )
-    sub.add_argument("dataset", type=Path, metavar="DIR", help="dataset folder")
-    sub.add_argument(
-        "key", nargs="?", metavar="KEY", help="key (000003) or source id of a sample; all shards without it"
-    )
-    sub.add_argument("--target", type=Path, metavar="T", help="where the tokenizer is (default: the manifest's target)")
-    return parser
+STAGES = {
+    "prompts": _prompts,
+    "respond": _respond,
+    "extract": _extract,
+    "merge": _merge,
+    "verify": _verify,
+    "estimate": _estimate,
+    "inspect": _inspect,
+}
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run one stage; returns the exit status."""
     args = build_parser().parse_args(argv)
+    if args.quiet:
+        os.environ["TQDM_DISABLE"] = "1"  # tqdm reads it when it is imported, which the stages do
     try:
-        return args.run(args)
+        return STAGES[args.stage](args)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
