@@ -28,7 +28,8 @@ from .prompts import open_turns, read_lines, to_messages
 from .target import read_config, stop_token_ids, target_facts, text_config, tokenizer_sha256
 from .tokens import check_template_args, load_tokenizer, prompt_ids, template_sha256
 
-Job = dict[str, Any]  # a line without its response: id, source, messages, prompt_token_ids
+# {line: a responses line without its response, talk: the conversation, place: of the answer in it}
+Job = dict[str, Any]
 
 
 def meta_path(responses: Path) -> Path:
@@ -48,7 +49,7 @@ def read_meta(responses: Path) -> dict[str, Any]:
 
 
 def read_prompts(path: Path) -> list[dict[str, Any]]:
-    """All prompts of a JSONL file as {id, source, messages}; UserError for ids that are missing or used twice."""
+    """All prompts of a JSONL file as {id, source, messages, tools?}; UserError for ids missing or used twice."""
     prompts: list[dict[str, Any]] = []
     seen: dict[str, str] = {}
     for where, line in read_lines(path):
@@ -59,7 +60,8 @@ def read_prompts(path: Path) -> list[dict[str, Any]]:
                 f"{where}: id {name!r} is {other}; run the file through `python -m data_prep prompts` first."
             )
         seen[name] = where
-        prompts.append({"id": name, "source": str(line.get("source", path.stem)), "messages": to_messages(line, where)})
+        prompt = {"id": name, "source": str(line.get("source", path.stem)), "messages": to_messages(line, where)}
+        prompts.append(prompt | ({"tools": line["tools"]} if line.get("tools") else {}))
     if not prompts:
         raise UserError(f"{path} holds no prompts.")
     return prompts
@@ -86,7 +88,7 @@ def _batches(
             if turn >= len(own):
                 continue
             try:
-                ids = prompt_ids(tokenizer, talk[: own[turn]], template_args)
+                ids = prompt_ids(tokenizer, talk[: own[turn]], template_args, prompt.get("tools"))
             except UserError as error:
                 raise UserError(f"prompt {prompt['id']}: {error}") from error
             if len(ids) > longest:
@@ -94,9 +96,11 @@ def _batches(
                 own.clear()
                 continue
             name = prompt["id"] if len(own) == 1 else f"{prompt['id']}#{turn + 1}"
-            line = {"id": name, "source": prompt["source"], "messages": talk[: own[turn]], "prompt_token_ids": ids}
-            jobs.append({**line, "talk": talk, "place": own[turn]})
-        jobs.sort(key=lambda job: (len(job["prompt_token_ids"]), job["id"]))
+            line = {"id": name, "conversation": prompt["id"], "turn": turn, "source": prompt["source"]}
+            line["messages"] = talk[: own[turn]]
+            line |= {"tools": prompt["tools"]} if "tools" in prompt else {}
+            jobs.append({"line": line | {"prompt_token_ids": ids}, "talk": talk, "place": own[turn]})
+        jobs.sort(key=lambda job: (len(job["line"]["prompt_token_ids"]), job["line"]["id"]))
         for i in range(0, len(jobs), batch_size):
             yield jobs[i : i + batch_size]
         for job in jobs:
@@ -142,6 +146,8 @@ def respond(
         "stop_token_ids": stops,
         "max_new_tokens": max_new_tokens,
         "batch_size": batch_size,
+        "generator": "transformers",
+        "sampling": None,
         "prompts_sha256": sha256_hex(canonical_json(prompts)),
     }
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -186,22 +192,22 @@ def _write(
             lines = kept[taken : taken + len(batch)]
             taken += len(lines)
             for job, line in zip(batch, lines):
-                if (job["id"], job["prompt_token_ids"]) != (line["id"], line["prompt_token_ids"]):
+                if any(job["line"][name] != line[name] for name in ("id", "prompt_token_ids")):
                     raise UserError(
-                        f"{file.name} holds {line['id']!r} where {job['id']!r} belongs: its lines were changed or "
-                        "reordered; restore the file or choose another --out."
+                        f"{file.name} holds {line['id']!r} where {job['line']['id']!r} belongs: its lines were changed "
+                        "or reordered; restore the file or choose another --out."
                     )
             if len(lines) < len(batch):
                 # a batch is always generated whole, so that its ids do not depend on where the last run stopped
                 model = model or load_model(target)
-                prompts_ids = [job["prompt_token_ids"] for job in batch]
+                prompts_ids = [job["line"]["prompt_token_ids"] for job in batch]
                 for job, ids in list(zip(batch, greedy(model, prompts_ids, limit, stops, bar.update)))[len(lines) :]:
                     text = tokenizer.decode(ids[:-1] if ids[-1] in stops else ids, skip_special_tokens=True)
-                    line = {name: job[name] for name in ("id", "source", "messages", "prompt_token_ids")}
-                    line |= {
+                    line = job["line"] | {
                         "response_token_ids": ids,
                         "finish_reason": "stop" if ids[-1] in stops else "length",
                         "response": text,
+                        "ids_from": "target",
                     }
                     lines.append(line)
                     file.write((json.dumps(line, ensure_ascii=False) + "\n").encode("utf-8"))

@@ -18,6 +18,7 @@ from .files import sha256_hex
 from .target import read_config, tokenizer_sha256
 
 Message = dict[str, Any]
+Tool = dict[str, Any]
 DATES = ("02 Jan 2024", "30 Nov 2025")  # what two different days put into a template that asks for the date
 
 
@@ -44,13 +45,17 @@ def template_sha256(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def _render(
-    tokenizer: PreTrainedTokenizerBase, messages: list[Message], template_args: dict[str, Any], clock: str = ""
+    tokenizer: PreTrainedTokenizerBase,
+    messages: list[Message],
+    template_args: dict[str, Any],
+    tools: list[Tool] | None,
+    clock: str = "",
 ) -> str:
     """The text for generation; `clock` is put before the template."""
     template = clock + chat_template(tokenizer)
     try:
         return tokenizer.apply_chat_template(
-            messages, chat_template=template, add_generation_prompt=True, tokenize=False, **template_args
+            messages, tools=tools, chat_template=template, add_generation_prompt=True, tokenize=False, **template_args
         )
     except (TemplateError, TypeError) as error:  # raise_exception in the template, or content it cannot join
         roles = ", ".join(message["role"] for message in messages)
@@ -68,14 +73,21 @@ def check_template_args(tokenizer: PreTrainedTokenizerBase, template_args: dict[
             )
 
 
-def prompt_text(tokenizer: PreTrainedTokenizerBase, messages: list[Message], template_args: dict[str, Any]) -> str:
-    """What a server renders for `messages`. UserError when the text depends on the day (two dates are tried)."""
+def prompt_text(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: list[Message],
+    template_args: dict[str, Any],
+    tools: list[Tool] | None = None,
+) -> str:
+    """What a server renders for `messages` and the `tools` (JSON schemas) it may call. UserError when the text depends
+    on the day (two dates are tried).
+    """
     template = chat_template(tokenizer)
-    text = _render(tokenizer, messages, template_args)
+    text = _render(tokenizer, messages, template_args, tools)
     if "strftime_now" in template:
         # transformers hands the clock to the template as a global function; a macro of the same name goes before it
         clocks = ("{%- macro strftime_now(format) -%}" + date + "{%- endmacro -%}" for date in DATES)
-        one, other = (_render(tokenizer, messages, template_args, clock) for clock in clocks)
+        one, other = (_render(tokenizer, messages, template_args, tools, clock) for clock in clocks)
         if one != other:
             place = next(i for i, pair in enumerate(zip(one, other)) if pair[0] != pair[1])
             names = sorted(set(re.findall(r"\b\w*date\w*\b", template))) or ["its date argument"]
@@ -88,12 +100,24 @@ def prompt_text(tokenizer: PreTrainedTokenizerBase, messages: list[Message], tem
     return text
 
 
-def prompt_ids(tokenizer: PreTrainedTokenizerBase, messages: list[Message], template_args: dict[str, Any]) -> list[int]:
-    """The ids of `apply_chat_template(messages, add_generation_prompt=True, **template_args)`; UserError as
-    prompt_text.
+def prompt_ids(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: list[Message],
+    template_args: dict[str, Any],
+    tools: list[Tool] | None = None,
+) -> list[int]:
+    """The ids of `apply_chat_template(messages, tools=tools, add_generation_prompt=True, **template_args)`; UserError
+    as prompt_text.
     """
-    text = prompt_text(tokenizer, messages, template_args)
+    text = prompt_text(tokenizer, messages, template_args, tools)
     return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def parted(tokenizer: PreTrainedTokenizerBase, have: list[int], served: list[int]) -> str:
+    """Both renderings around the first id in which they differ, for a message."""
+    place = next((i for i, pair in enumerate(zip(have, served)) if pair[0] != pair[1]), min(len(have), len(served)))
+    texts = (tokenizer.decode(ids[max(place - 5, 0) : place + 10]) for ids in (have, served))
+    return "at id {}: the file has ...{!r}, serving renders ...{!r}".format(place, *texts)
 
 
 def sample_tokens(prompt: list[int], response: list[int], max_length: int) -> tuple[torch.Tensor, torch.Tensor]:

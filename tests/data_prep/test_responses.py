@@ -45,8 +45,13 @@ def test_every_assistant_turn_is_generated_in_order_and_is_a_line_of_its_own(tar
     assert [message["role"] for message in first["messages"]] == ["system", "user"]
     assert [message["role"] for message in second["messages"]] == ["system", "user", "assistant", "user"]
     assert second["messages"][2]["content"] == first["response"] != "this answer is not the target's"
+    assert [(line["conversation"], line["turn"]) for line in (first, second)] == [
+        ("talk/with.dots", 0),
+        ("talk/with.dots", 1),
+    ]
     tokenizer = load_tokenizer(target)
     for line in lines.values():
+        assert line["ids_from"] == "target" and "tools" not in line
         served = tokenizer.apply_chat_template(line["messages"], add_generation_prompt=True, return_dict=True)[
             "input_ids"
         ]

@@ -6,8 +6,16 @@ import pytest
 from jinja2.exceptions import TemplateError
 
 from data_prep.errors import UserError
-from data_prep.tiny_target import make_tiny_tokenizer
-from data_prep.tokens import check_template_args, chat_template, prompt_ids, prompt_text, sample_tokens, template_sha256
+from data_prep.tiny_target import CHAT_TEMPLATE, make_tiny_tokenizer
+from data_prep.tokens import (
+    chat_template,
+    check_template_args,
+    parted,
+    prompt_ids,
+    prompt_text,
+    sample_tokens,
+    template_sha256,
+)
 
 TEMPLATES = Path(__file__).parents[1] / "data" / "templates"
 USER = {"role": "user", "content": "Hi there"}
@@ -29,6 +37,24 @@ def test_prompt_ids_are_those_of_the_serving_call(name):
     for messages in ([USER], [SYSTEM, USER], [SYSTEM, USER, ANSWER, USER]):
         served = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
         assert prompt_ids(tokenizer, messages, {}) == served
+
+
+def test_tools_reach_the_template_as_in_the_serving_call():
+    template = "{%- for tool in tools or [] -%}{{- tool.function.name + '\n' -}}{%- endfor -%}" + CHAT_TEMPLATE
+    tokenizer = make_tiny_tokenizer(297, template)
+    tools = [{"type": "function", "function": {"name": "look_up", "parameters": {}}}]
+    served = tokenizer.apply_chat_template([USER], tools=tools, add_generation_prompt=True, return_dict=True)
+    assert prompt_ids(tokenizer, [USER], {}, tools) == served["input_ids"] != prompt_ids(tokenizer, [USER], {})
+    assert prompt_text(tokenizer, [USER], {}, tools).startswith("look_up\n<|im_start|>user")
+
+
+def test_renderings_that_part_are_both_shown_from_there():
+    tokenizer = tokenizer_with("marked")
+    have, served = (tokenizer(f"one two three {word} five")["input_ids"] for word in ("fOur", "four"))
+    text = parted(tokenizer, have, served)
+    place = next(i for i, pair in enumerate(zip(have, served)) if pair[0] != pair[1])
+    assert f"at id {place}:" in text and "fOur five'" in text and "four five'" in text
+    assert f"at id {len(have)}:" in parted(tokenizer, have, [*have, 5])
 
 
 @pytest.mark.parametrize("name", ["thinking_switch", "opens_think", "trims", "no_header", "marked"])
