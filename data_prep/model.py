@@ -1,6 +1,7 @@
 """The target as a running model: how it is loaded, and where its decoder layers are."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,11 +20,18 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def load_model(folder: str | Path) -> PreTrainedModel:
-    """The frozen causal LM of the local folder `folder`, in compute_dtype, on the GPU if there is one."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=compute_dtype(), local_files_only=True)
-    return model.to(device).eval().requires_grad_(False)
+def load_model(
+    folder: str | Path, dtype: torch.dtype | None = None, device_map: str | dict[str, Any] | None = None
+) -> PreTrainedModel:
+    """The frozen causal LM of the local folder `folder`, in `dtype` (default: compute_dtype), on the GPU if there is one;
+    `device_map` spreads a model that is larger than one GPU over several (accelerate's "auto", or module names).
+    """
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=dtype or compute_dtype(), device_map=device_map, local_files_only=True
+    )
+    if device_map is None:
+        model = model.to("cuda" if torch.cuda.is_available() else "cpu")
+    return model.eval().requires_grad_(False)
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
