@@ -33,9 +33,9 @@ export TOKENIZERS_PARALLELISM=false TRANSFORMERS_VERBOSITY=error HF_HUB_OFFLINE=
 export OMP_WAIT_POLICY=PASSIVE
 
 if [ -n "$smoke" ]; then
-    run=launch/runs/smoke.yaml new_tokens=24 batch=172 shard_bytes=500000 heldout=24 eval_tokens=16
+    run=launch/runs/smoke.yaml new_tokens=24 batch=172 shard_bytes=500000 heldout=0.0645 eval_tokens=16
 else
-    run=launch/runs/quickstart.yaml new_tokens=64 batch=260 shard_bytes=64000000 heldout=24 eval_tokens=24
+    run=launch/runs/quickstart.yaml new_tokens=64 batch=260 shard_bytes=64000000 heldout=0.0645 eval_tokens=24
 fi
 ranks=$("$PYTHON" -c 'import os, torch; print(min(2, torch.cuda.device_count() or len(os.sched_getaffinity(0))))')
 port=$("$PYTHON" -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')
