@@ -83,7 +83,8 @@ def _extract(args: argparse.Namespace) -> int:
 def _merge(args: argparse.Namespace) -> int:
     from .merge import merge
 
-    merge(args.dataset)
+    plan = merge(args.dataset).plan
+    print(f"{args.dataset} is sealed: {plan.shards} shards, {plan.samples} samples, {plan.tokens} tokens")
     return 0
 
 

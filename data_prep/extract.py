@@ -3,54 +3,46 @@
     python -m data_prep extract --target TARGET --responses responses.jsonl --out dataset/
 
 Cost: one forward pass of the target, its head only at supervised positions, and 2 * F * D + 5 bytes a token on the
-disk. The manifest is written before the first shard. A shard is computed into `NNNNNN.tar.tmp`, fsynced, entered into
-index.jsonl, renamed, entered into the manifest: killed anywhere, the next run keeps finished shards and redoes the
-rest.
+disk. The manifest is written before the first shard. A shard is computed into a file of the process's own, fsynced and
+linked to its final name, and a record is put beside it; the last step seals the manifest. Killed anywhere, the same
+command keeps finished shards and redoes the rest; a second process of the same task does no harm.
 """
 
-import fcntl
-import json
-import os
 import sys
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import torch
-from tqdm import tqdm
-
+from .compute import compute_shards
 from .errors import UserError
-from .features import FeatureTaps, Sample
-from .files import sha256_hex, sync_folder, write_atomic
-from .manifest import INDEX_NAME, MANIFEST_NAME, Features, Manifest, Shard, differences
-from .model import compute_dtype, dtype_name, load_model
-from .plan import Batches, Planned, make_plan
+from .estimate import check_room
+from .features import FeatureTaps
+from .files import create_atomic, remove_unfinished
+from .manifest import MANIFEST_NAME, Features, Manifest, Responses, differences
+from .merge import merge
+from .model import dtype_name, load_model
+from .plan import Batches, make_plan
+from .recipe import Recipe
+from .records import Record, finished, read_record, scan_shard, write_record
 from .responses import read_meta
-from .shards import UNFINISHED, ShardWriter, shard_name
+from .shards import sample_bytes, shard_name
 from .target import check_layer_ids, feature_layer_ids, mask_token_id, stop_token_ids, target_facts, tokenizer_sha256
-from .tokens import check_template_args, load_tokenizer, sample_tokens, template_sha256
+from .tokens import check_template_args, load_tokenizer, template_sha256
 
 LOW_AGREEMENT = 0.9  # greedy responses of this very target agree with its argmax almost everywhere
-IN_FLIGHT = 2  # batches of states that may wait for the writer
 
 
-def prepare(
-    target: Path,
-    responses: Path,
-    *,
-    layer_ids: list[int] | None,
-    explicit_mask: int | None,
-    max_length: int,
-    shard_bytes: int,
-    batch_tokens: int,
-) -> tuple[Manifest, Batches]:
-    """The manifest before its first shard, and the plan. UserError where the responses do not belong to the target."""
+def prepare(target: Path, responses: Path, recipe: Recipe) -> tuple[Manifest, Batches]:
+    """The manifest before its first shard, and the plan. UserError where the responses do not belong to the target.
+
+    Layer ids default to the 5 of the public recipe (fewer for targets of less than 8 layers).
+    """
     if not responses.is_file():
         raise UserError(f"there is no responses file {responses}; make it with `python -m data_prep respond`.")
     tokenizer = load_tokenizer(target)
-    facts = target_facts(target, dtype_name(compute_dtype()))
+    facts = target_facts(target, dtype_name(recipe.torch_dtype()))
     layers, rows = facts["num_hidden_layers"], facts["vocab_size"]
-    ids = check_layer_ids(layer_ids, layers) if layer_ids else feature_layer_ids(layers, min(5, max(layers - 3, 1)))
+    ids = recipe.layer_ids or feature_layer_ids(layers, min(5, max(layers - 3, 1)))
+    check_layer_ids(ids, layers)
     meta = read_meta(responses)
     made_with = {
         "target": {name: value for name, value in facts.items() if name != "dtype"},  # the serving dtype is free
@@ -65,52 +57,66 @@ def prepare(
         )
     check_template_args(tokenizer, meta["template_args"])
     stops = stop_token_ids(target, tokenizer)
-    mask = mask_token_id(tokenizer, rows, explicit_mask, stop_ids=stops)
-    settings = {
+    mask = mask_token_id(tokenizer, rows, recipe.mask_token_id, stop_ids=stops)
+    shared = {
         "mask_token_id": mask,
-        "max_length": max_length,
-        "shard_bytes": shard_bytes,
-        "batch_tokens": batch_tokens,
+        "max_length": recipe.max_length,
+        "shard_bytes": recipe.shard_bytes,
+        "batch_tokens": recipe.batch_tokens,
+        "storage": recipe.storage,
+        "drop": recipe.drop,
     }
-    sizes = {"vocab_rows": rows, "hidden_size": facts["hidden_size"], "features": len(ids)}
-    batches = make_plan(responses, tokenizer, meta["template_args"], **sizes, **settings)
+    batches = make_plan(
+        responses,
+        tokenizer,
+        meta["template_args"],
+        vocab_rows=rows,
+        hidden_size=facts["hidden_size"],
+        features=len(ids),
+        stop_ids=stops,
+        last_hidden=recipe.last_hidden,
+        **shared,
+    )
     manifest = Manifest(
         target=facts,
-        features=Features(layer_ids=ids),
+        features=Features(layer_ids=ids, last_state="post_norm" if recipe.last_hidden else None),
         tokenizer_sha256=made_with["tokenizer_sha256"],
         template_sha256=made_with["template_sha256"],
         template_args=meta["template_args"],
         stop_token_ids=stops,
         source_sha256=batches.source_sha256,
+        responses=Responses(generator=meta["generator"], sampling=meta["sampling"], from_text=batches.from_text),
         plan=batches.plan(),
         dropped=dict(batches.dropped),
-        **settings,
+        **shared,
     )
     mask_text = tokenizer.convert_ids_to_tokens(mask) or "a row past the tokenizer"
     print(
         f"layers {','.join(map(str, ids))} of {layers}; mask token {mask} ({mask_text}); "
         f"{manifest.plan.samples} samples, {manifest.plan.tokens} tokens, {manifest.plan.shards} shards; "
-        f"{batches.cut} cut to {max_length} tokens; padding {batches.padding():.1%}"
+        f"{batches.cut} cut to {recipe.max_length} tokens; padding {batches.padding():.1%}"
     )
+    if batches.from_text:
+        print(f"{batches.from_text} responses are tokenised text, not ids that the target emitted")
     for reason, count in batches.dropped.items():
         print(f"dropped {count}: {reason}")
     return manifest, batches
 
 
-def open_dataset(out: Path, fresh: Manifest) -> Manifest:
+def open_dataset(out: Path, fresh: Manifest, batches: Batches, numbers: range) -> Manifest:
     """The manifest to carry on from: `fresh`, written, for a new folder, else the folder's own if it is the same
     dataset.
 
-    Unfinished files are removed. UserError for other settings and for shards that this dataset did not make.
+    Files that dead processes left of the shards `numbers` are removed, and records that they did not write are made.
+    UserError for other settings and for shards that this dataset did not make.
     """
     shards = sorted(path.name for path in out.glob("*.tar"))
+    if shards and not (out / MANIFEST_NAME).is_file():
+        raise UserError(
+            f"{out} holds {shards[0]} but no {MANIFEST_NAME}: foreign shards would mix; choose an empty --out."
+        )
     if not (out / MANIFEST_NAME).is_file():
-        if shards:
-            raise UserError(
-                f"{out} holds {shards[0]} but no {MANIFEST_NAME}: foreign shards would mix; choose an empty --out."
-            )
-        fresh.write(out)
-        return fresh
+        create_atomic(out / MANIFEST_NAME, fresh.encode())  # of tasks that start together one writes it
     manifest = Manifest.read(out)
     changed = manifest.differences(fresh.identity())
     if changed:
@@ -118,109 +124,36 @@ def open_dataset(out: Path, fresh: Manifest) -> Manifest:
             f"{out} was made with other settings ({'; '.join(changed)}); repeat those settings to carry on, or choose "
             "another --out."
         )
-    lines = _index_lines(out)
-    finished = {shard.name: shard.bytes for shard in manifest.shards}
-    redone = shard_name(len(finished))  # a run that died between renaming a shard and entering it left this one
-    for name in shards:
-        if name not in finished and not (name == redone and redone in lines):
-            raise UserError(
-                f"{out} holds {name}, which is not in its manifest: a foreign shard; remove it or choose another --out."
-            )
-    for name, size in finished.items():
-        if name not in shards or (out / name).stat().st_size != size or name not in lines:
-            raise UserError(
-                f"{out / name} is missing, cut short or not in {INDEX_NAME}; restore it or start in an empty folder."
-            )
-    for path in [
-        *out.glob(f"*.tar{UNFINISHED}"),
-        *out.glob(f"{MANIFEST_NAME}{UNFINISHED}"),
-        *out.glob(f"{INDEX_NAME}{UNFINISHED}"),
-    ]:
-        path.unlink()
-    if list(lines) != list(finished):
-        write_atomic(out / INDEX_NAME, b"".join(lines[name] for name in finished))
+    foreign = sorted(set(shards) - {shard_name(n) for n in range(manifest.plan.shards)})
+    if foreign:
+        raise UserError(
+            f"{out} holds {foreign[0]}, which is not in its manifest: a foreign shard; remove it or choose another --out."
+        )
+    if manifest.sealed:
+        for shard in manifest.shards:
+            if shard.name not in shards or (out / shard.name).stat().st_size != shard.bytes:
+                raise UserError(f"{out / shard.name} is missing or cut short; restore it or start in an empty folder.")
+        return manifest
+    for number in numbers:
+        name = shard_name(number)
+        remove_unfinished(out, name)
+        remove_unfinished(out, name + ".json")
+        if name in shards:
+            known = read_record(out, name)
+            record = known or scan_shard(out / name)
+            _check_planned(record, batches, number, out)
+            if not known:
+                write_record(out, record)
     return manifest
 
 
-def _index_lines(out: Path) -> dict[str, bytes]:
-    """Shard name -> its whole line of index.jsonl; a line cut short by a crash does not count."""
-    path = out / INDEX_NAME
-    content = path.read_bytes() if path.is_file() else b""
-    return {json.loads(line)["shard"]: line for line in content.splitlines(keepends=True) if line.endswith(b"\n")}
-
-
-def _read_batch(
-    responses: Path, batch: list[Planned], max_length: int
-) -> list[tuple[dict[str, Any], torch.Tensor, torch.Tensor]]:
-    """(line, input_ids, loss_mask) of every sample of `batch`."""
-    rows = []
-    with open(responses, "rb") as file:
-        for sample in batch:
-            file.seek(sample.line)
-            line = json.loads(file.readline())
-            rows.append((line, *sample_tokens(line["prompt_token_ids"], line["response_token_ids"], max_length)))
-    return rows
-
-
-class _DatasetWriter:
-    """The disk side, run on one background thread in the order of submission."""
-
-    def __init__(self, out: Path, manifest: Manifest):
-        self.out, self.manifest = out, manifest
-        self.shard: ShardWriter | None = None
-        self.matches = 0
-        self.broken = False  # a batch failed: what is queued behind it must not finish a shard that lacks it
-
-    def add(
-        self, batch: list[Planned], rows: list[tuple[dict[str, Any], torch.Tensor, torch.Tensor]], results: list[Sample]
-    ) -> None:
-        """Append a computed batch to the open shard (opening the next one if there is none)."""
-        if self.broken:
-            return
-        self.broken = True
-        if self.shard is None:
-            self.shard, self.matches = ShardWriter(self.out, shard_name(len(self.manifest.shards))), 0
-        for planned, (line, ids, mask), result in zip(batch, rows, results):
-            if not result.hidden.isfinite().all():
-                raise UserError(
-                    f"sample {line['id']}: the target's states hold NaN or infinity; check the target's weights and "
-                    f"that {self.manifest.target.dtype} is a dtype it can run in."
-                )
-            turns = [{"start": planned.prompt, "end": planned.tokens, "finish_reason": line["finish_reason"]}]
-            meta = {"id": line["id"], "source": line["source"], "turns": turns, "probes": result.probes}
-            self.shard.add(planned.key, meta, ids, mask, result.hidden)
-            self.matches += result.argmax_matches
-        self.broken = False
-
-    def close_shard(self) -> None:
-        """Make the open shard durable, enter it into the index, rename it, enter it into the manifest."""
-        if self.broken:
-            return
-        size, sha256 = self.shard.finish()
-        name, samples = self.shard.path.name, self.shard.samples
-        line = json.dumps({"shard": name, "samples": samples}) + "\n"
-        with open(self.out / INDEX_NAME, "ab") as index:
-            index.write(line.encode())
-            index.flush()
-            os.fsync(index.fileno())
-        self.shard.publish()
-        sync_folder(self.out)
-        totals = {
-            field: sum(getattr(sample, field) for sample in samples) for field in ("tokens", "supervised", "anchors")
-        }
-        shard = Shard(name=name, samples=len(samples), **totals, bytes=size, sha256=sha256, argmax_matches=self.matches)
-        self.manifest.shards.append(shard)
-        matches = sum(s.argmax_matches for s in self.manifest.shards)
-        self.manifest.argmax_share = matches / sum(s.supervised for s in self.manifest.shards)
-        if len(self.manifest.shards) == self.manifest.plan.shards:
-            self.manifest.sealed = True
-            self.manifest.index_sha256 = sha256_hex((self.out / INDEX_NAME).read_bytes())
-        self.manifest.write(self.out)
-        self.shard = None
-        share = shard.argmax_matches / shard.supervised
-        tqdm.write(
-            f"{name}: {shard.samples} samples, {shard.tokens} tokens, {size / 1e6:.1f} MB, equal to the argmax "
-            f"{share:.2%}"
+def _check_planned(record: Record, batches: Batches, number: int, out: Path) -> None:
+    """UserError unless the shard holds the planned samples."""
+    planned = [(sample.key, sample.tokens) for batch in batches.shards[number] for sample in batch]
+    if [(row.key, row.tokens) for row in record.samples] != planned:
+        raise UserError(
+            f"{out / record.shard.name} does not hold the samples that the plan puts there: a foreign shard; remove it or "
+            "choose another --out."
         )
 
 
@@ -229,68 +162,66 @@ def extract(
     responses: Path,
     out: Path,
     *,
-    layer_ids: list[int] | None = None,
-    mask_token_id: int | None = None,
-    max_length: int = 3072,
-    shard_bytes: int = 2_000_000_000,
-    batch_tokens: int = 8192,
+    device_map: str | dict[str, Any] | None = None,
+    force: bool = False,
+    num_tasks: int = 1,
+    task_id: int = 0,
+    **recipe: Any,
 ) -> Manifest:
-    """Make the dataset `out`, or carry on with it, and return its sealed manifest. A finished one is left untouched.
+    """Make the dataset `out`, or carry on with it, and return its manifest. A finished one is left untouched.
 
-    `layer_ids` default to the 5 of the public recipe (fewer for targets of less than 8 layers). UserError as the parts
-    say; a share of supervised tokens equal to the target's argmax below 0.9 is warned about on stderr.
+    `recipe`: fields of Recipe. Of several tasks this one makes the shards task_id, task_id + num_tasks, ..., and `merge`
+    seals the dataset when all are there; a single task seals it itself. UserError as the parts say, and without room on
+    the disk unless `force`; a share of supervised tokens equal to the target's argmax below 0.9 is warned about on
+    stderr for greedy responses.
     """
-    fresh, batches = prepare(
-        target,
-        responses,
-        layer_ids=layer_ids,
-        explicit_mask=mask_token_id,
-        max_length=max_length,
-        shard_bytes=shard_bytes,
-        batch_tokens=batch_tokens,
-    )
+    if not 0 <= task_id < num_tasks:
+        raise UserError(f"--task-id {task_id} of --num-tasks {num_tasks}: ids run from 0 to {num_tasks - 1}.")
+    settings = Recipe(**recipe)
+    fresh, batches = prepare(target, responses, settings)
     out.mkdir(parents=True, exist_ok=True)
-    folder = os.open(out, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise UserError(f"another extract is writing {out}; wait for it or stop it.") from error
-        manifest = open_dataset(out, fresh)
-        if manifest.sealed:
-            print(f"{out} is finished: {manifest.plan.shards} shards, 0 samples computed")
-        else:
-            _compute(target, responses, out, manifest, batches)
-    finally:
-        os.close(folder)
-    print(f"supervised tokens equal to the target's argmax: {manifest.argmax_share:.2%}")
-    if manifest.argmax_share < LOW_AGREEMENT:
+    numbers = range(task_id, fresh.plan.shards, num_tasks)
+    manifest = open_dataset(out, fresh, batches, numbers)
+    if manifest.sealed:
+        merge(out)  # a process that died after sealing has left its records
+        print(f"{out} is finished: {manifest.plan.shards} shards, 0 samples computed")
+        _report(manifest, finished(out, manifest))
+        return manifest
+    todo = [number for number in numbers if not (out / shard_name(number)).exists()]
+    if todo:
+        layout = (len(manifest.features.layer_ids), manifest.target.hidden_size, settings.storage, settings.last_hidden)
+        samples = (sample for number in todo for batch in batches.shards[number] for sample in batch)
+        check_room(out, sum(sample_bytes(sample.tokens, *layout) for sample in samples), force)
+        model = load_model(target, settings.torch_dtype(), device_map)
+        taps = FeatureTaps(model, manifest.features.layer_ids, settings.storage, settings.last_hidden)
+        compute_shards(taps, responses, out, manifest, batches, numbers)
+    if num_tasks == 1:
+        manifest = merge(out)
+        _report(manifest, finished(out, manifest))
+    else:
         print(
-            f"warning: only {manifest.argmax_share:.1%} of the supervised tokens are what the target itself would emit "
-            f"(greedy responses of this target: above {LOW_AGREEMENT:.0%}); regenerate them with `python -m data_prep "
-            "respond`.",
-            file=sys.stderr,
+            f"task {task_id} of {num_tasks}: its {len(numbers)} shards of {manifest.plan.shards} are there; when those of "
+            f"all tasks are: python -m data_prep merge {out}"
         )
+        _report(manifest, [record for number in numbers if (record := read_record(out, shard_name(number)))])
     return manifest
 
 
-def _compute(target: Path, responses: Path, out: Path, manifest: Manifest, batches: Batches) -> None:
-    """Compute and write the shards that are not finished."""
-    taps = FeatureTaps(load_model(target), manifest.features.layer_ids)
-    writer = _DatasetWriter(out, manifest)
-    kept = len(manifest.shards)
-    waiting: list[Future] = []
-    tokens = sum(shard.tokens for shard in manifest.shards)
-    bar = tqdm(total=manifest.plan.tokens, initial=tokens, desc="extracting", unit="tok", unit_scale=True)
-    with ThreadPoolExecutor(max_workers=1) as disk, bar:
-        for shard in batches.shards[kept:]:
-            for batch in shard:
-                rows = _read_batch(responses, batch, manifest.max_length)
-                results = taps.run([ids for _, ids, _ in rows], [sample.prompt for sample in batch])
-                waiting.append(disk.submit(writer.add, batch, rows, results))
-                while len(waiting) > IN_FLIGHT:
-                    waiting.pop(0).result()
-                bar.update(sum(sample.tokens for sample in batch))
-            waiting.append(disk.submit(writer.close_shard))
-        for future in waiting:
-            future.result()
+def _report(manifest: Manifest, records: list[Record]) -> None:
+    """Print what the states and tokens of the finished shards are worth."""
+    shards = [record.shard for record in records]
+    if not shards:
+        return
+    if manifest.storage == "fp8":
+        tokens = sum(shard.tokens for shard in shards)
+        for feature, layer in enumerate(manifest.features.layer_ids):
+            error = sum(shard.fp8_error[feature] * shard.tokens for shard in shards) / tokens
+            print(f"fp8 relative error of layer {layer}: {error:.2%}")
+    share = sum(shard.argmax_matches for shard in shards) / sum(shard.supervised for shard in shards)
+    print(f"supervised tokens equal to the target's argmax: {share:.2%}")
+    if share < LOW_AGREEMENT and manifest.responses.sampling is None:
+        print(
+            f"warning: only {share:.1%} of the supervised tokens are what the target itself would emit (greedy responses "
+            f"of this target: above {LOW_AGREEMENT:.0%}); regenerate them with `python -m data_prep respond`.",
+            file=sys.stderr,
+        )

@@ -1,6 +1,7 @@
 """The manifest of a dataset folder: what was made, from what, and the hash of every finished shard.
 
-It is written before the first shard and replaced atomically after each; whoever reads the shards compares it first.
+It is written before the first shard and sealed, with all shards listed, after the last; whoever reads the shards
+compares it first.
 """
 
 import json
@@ -37,14 +38,33 @@ class Target(_Strict):
 
 
 class Features(_Strict):
-    """Which states: raw outputs of the decoder layers `layer_ids` (Hugging Face `hidden_states[id + 1]`)."""
+    """Which states: raw outputs of the decoder layers `layer_ids` (Hugging Face `hidden_states[id + 1]`).
+
+    `last_state` says what `last_hidden` of a sample is, if it is stored: what the LM head sees. `prefill`: every sample
+    went through the target in one pass, not in chunks with a cache.
+    """
 
     layer_ids: list[int]
     norm: Literal["pre_norm"] = "pre_norm"
+    last_state: Literal["post_norm"] | None = None
+    prefill: Literal["whole"] = "whole"
+
+
+class Responses(_Strict):
+    """Where the supervised tokens come from: who wrote them, the sampling settings (None: greedy), and how many of the
+    responses are tokenised text instead of ids that the target emitted.
+    """
+
+    generator: Literal["transformers", "server", "data"]
+    sampling: dict[str, Any] | None
+    from_text: int
 
 
 class Plan(_Strict):
-    """What the finished dataset will hold; known before the first shard, because all lengths are."""
+    """What the finished dataset will hold; known before the first shard, because all lengths are.
+
+    `samples` may be fewer than the responses: turns of a conversation share one where serving would have extended it.
+    """
 
     shards: int
     samples: int
@@ -52,7 +72,9 @@ class Plan(_Strict):
 
 
 class Shard(_Strict):
-    """A finished shard. `anchors` counts valid anchors, `argmax_matches` supervised tokens the target would emit."""
+    """A finished shard. `anchors` counts valid anchors, `argmax_matches` supervised tokens the target would emit;
+    `fp8_error` is the relative error per layer of fp8 storage, averaged over tokens.
+    """
 
     name: str
     samples: int
@@ -62,13 +84,14 @@ class Shard(_Strict):
     bytes: int
     sha256: str
     argmax_matches: int
+    fp8_error: list[float] | None = None
 
 
 def flatten(fields: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """{"a": {"b": 1}} -> {"a.b": 1}; template arguments stay one value, their keys are the template's own."""
+    """{"a": {"b": 1}} -> {"a.b": 1}; template arguments and sampling settings stay one value each."""
     flat: dict[str, Any] = {}
     for name, value in fields.items():
-        if isinstance(value, dict) and name != "template_args":
+        if isinstance(value, dict) and name not in ("template_args", "sampling"):
             flat |= flatten(value, f"{prefix}{name}.")
         else:
             flat[prefix + name] = value
@@ -86,9 +109,11 @@ def differences(have: dict[str, Any], expected: dict[str, Any]) -> list[str]:
 
 
 class Manifest(_Strict):
-    """Contents of manifest.json; see the README's data preparation page for the meaning of every field."""
+    """Contents of manifest.json; data_prep/README.md explains every field. `shards` and what follows from them are
+    filled in when the dataset is sealed.
+    """
 
-    format_version: Literal[1] = 1
+    format_version: Literal[2] = 2
     target: Target
     features: Features
     tokenizer_sha256: str
@@ -97,10 +122,12 @@ class Manifest(_Strict):
     stop_token_ids: list[int]
     mask_token_id: int
     max_length: int
-    storage: Literal["bf16"] = "bf16"
+    storage: Literal["bf16", "fp8"] = "bf16"
     shard_bytes: int
     batch_tokens: int
     source_sha256: str
+    responses: Responses
+    drop: list[str] = []
     plan: Plan
     shards: list[Shard] = []
     argmax_share: float | None = None
@@ -120,12 +147,16 @@ class Manifest(_Strict):
             return cls.model_validate_json(path.read_bytes())
         except ValidationError as error:
             raise UserError(
-                f"{path} is not a manifest of format 1: {error}; make it anew with {REMEDY.format(folder=folder)}."
+                f"{path} is not a manifest of format 2: {error}; make it anew with {REMEDY.format(folder=folder)}."
             )
 
     def write(self, folder: str | Path) -> None:
         """Replace `folder`'s manifest atomically and durably."""
-        write_atomic(Path(folder) / MANIFEST_NAME, (self.model_dump_json(indent=2) + "\n").encode())
+        write_atomic(Path(folder) / MANIFEST_NAME, self.encode())
+
+    def encode(self) -> bytes:
+        """The contents of manifest.json."""
+        return (self.model_dump_json(indent=2) + "\n").encode()
 
     def identity(self) -> dict[str, Any]:
         """Everything that decides the dataset's content and must not change on resume: neither progress nor paths."""
@@ -147,8 +178,8 @@ class Manifest(_Strict):
         """UserError unless every planned shard is finished."""
         if not self.sealed:
             raise UserError(
-                f"the dataset is unfinished: {len(self.shards)} of {self.plan.shards} shards; run the same `python -m "
-                "data_prep extract` command again, it carries on."
+                "the dataset is unfinished; run the same `python -m data_prep extract` command again, it carries on (with "
+                "--num-tasks: all tasks, then `python -m data_prep merge`)."
             )
 
 
@@ -165,18 +196,16 @@ class SampleEntry(NamedTuple):
 
 
 def read_index(folder: str | Path, manifest: Manifest) -> list[SampleEntry]:
-    """All samples of the finished shards, in shard order. UserError when index.jsonl disagrees with `manifest`."""
+    """All samples of a sealed dataset, in shard order. UserError when index.jsonl disagrees with `manifest`."""
     path = Path(folder) / INDEX_NAME
     if not path.is_file():
-        if not manifest.shards:
-            return []
         raise UserError(f"{path} is missing; make the dataset anew with {REMEDY.format(folder=folder)}.")
     content = path.read_bytes()
-    if manifest.sealed and sha256_hex(content) != manifest.index_sha256:
+    if sha256_hex(content) != manifest.index_sha256:
         raise UserError(
             f"{path} does not have the sha256 that the manifest records; restore it or make the dataset anew."
         )
-    lines = {line["shard"]: line["samples"] for line in map(json.loads, content.splitlines()) if line}
+    lines = {line["shard"]: line["samples"] for line in map(json.loads, content.splitlines())}
     entries: list[SampleEntry] = []
     for shard in manifest.shards:
         rows = [SampleEntry(shard.name, *row) for row in lines.get(shard.name, [])]

@@ -12,8 +12,10 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from .errors import UserError
-from .manifest import Manifest, SampleEntry, read_index
-from .shards import read_meta, read_metas, read_sample
+from .manifest import Manifest, SampleEntry
+from .records import finished
+from .samples import read_sample
+from .shards import read_meta, read_metas
 from .tokens import load_tokenizer
 
 COLOUR = ("\033[32m", "\033[0m")  # green for supervised text on a terminal
@@ -23,19 +25,23 @@ PLAIN = ("[[", "]]")
 def show_dataset(folder: Path) -> str:
     """The manifest in a few lines and a row per finished shard."""
     manifest = Manifest.read(folder)
+    shards = [record.shard for record in finished(folder, manifest)]
     target = manifest.target
     lines = [
-        f"{folder}: {'sealed' if manifest.sealed else 'unfinished'}, {len(manifest.shards)} of {manifest.plan.shards} "
+        f"{folder}: {'sealed' if manifest.sealed else 'unfinished'}, {len(shards)} of {manifest.plan.shards} "
         f"shards, {manifest.plan.samples} samples, {manifest.plan.tokens} tokens planned; dropped "
         f"{manifest.dropped or 'nothing'}",
         f"target {target.name} ({target.num_hidden_layers} layers, hidden size {target.hidden_size}, {target.dtype}, "
         f"{'tied' if target.tied else 'untied'}), layers {manifest.features.layer_ids}, mask token "
         f"{manifest.mask_token_id}",
-        f"template arguments {manifest.template_args}, max length {manifest.max_length}, content "
-        f"{manifest.sha256()[:16]}",
+        f"template arguments {manifest.template_args}, max length {manifest.max_length}, storage {manifest.storage}"
+        f"{' with last_hidden' if manifest.features.last_state else ''}, content {manifest.sha256()[:16]}",
+        f"responses from {manifest.responses.generator}, "
+        f"{'greedy' if manifest.responses.sampling is None else f'sampled {manifest.responses.sampling}'}, "
+        f"{manifest.responses.from_text} of them tokenised text",
         f"{'shard':<12}{'samples':>9}{'tokens':>10}{'supervised':>12}{'anchors':>9}{'MB':>9}{'= argmax':>10}",
     ]
-    for s in manifest.shards:
+    for s in shards:
         share = s.argmax_matches / s.supervised
         lines.append(
             f"{s.name:<12}{s.samples:>9}{s.tokens:>10}{s.supervised:>12}{s.anchors:>9}"
@@ -46,12 +52,13 @@ def show_dataset(folder: Path) -> str:
 
 def find_entry(folder: Path, manifest: Manifest, key: str) -> SampleEntry:
     """The sample with the key, or with the source id, `key`. UserError when there is none."""
-    entries = read_index(folder, manifest)
+    records = finished(folder, manifest)
+    entries = [row for record in records for row in record.samples]
     by_key = {entry.key: entry for entry in entries}
     if key in by_key:
         return by_key[key]
-    for shard in manifest.shards:
-        for name, meta in read_metas(folder / shard.name):
+    for record in records:
+        for name, meta in read_metas(folder / record.shard.name):
             if meta["id"] == key:
                 return by_key[name]
     known = f"keys run from {entries[0].key} to {entries[-1].key}" if entries else "no shard is finished"
@@ -72,7 +79,12 @@ def show_sample(folder: Path, key: str, target: Path | None = None) -> str:
     norms_SF = sample["hidden"].float().norm(dim=-1)
     lines = [
         f"{entry.shard} {entry.key}: id {meta['id']}, source {meta['source']}, {entry.tokens} tokens, "
-        f"{entry.supervised} supervised, {entry.anchors} anchors, turns {meta['turns']}",
+        f"{entry.supervised} supervised, {entry.anchors} anchors",
+        *(
+            f"  turn {turn['turn'] + 1}: positions {turn['start']} to {turn['end'] - 1}, ended by {turn['finish_reason']}"
+            f"{'' if turn['supervised'] else ', not supervised'}"
+            for turn in meta["turns"]
+        ),
         _marked(sample["input_ids"], sample["loss_mask"], tokenizer),
         "state norms     " + "  ".join(f"{name:>9}" for name in ("mean", "min", "max")),
     ]

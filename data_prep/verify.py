@@ -18,13 +18,18 @@ from tqdm import tqdm
 
 from .errors import UserError
 from .features import FeatureTaps
-from .manifest import Manifest, SampleEntry, Shard, read_index
+from .fp8 import relative_error
+from .files import UNFINISHED
+from .manifest import Manifest, SampleEntry, Shard
 from .model import load_model
-from .shards import UNFINISHED, anchor_positions, decode_sample, read_meta, read_sample, shard_name
+from .records import Record, finished
+from .samples import anchor_positions, decode_sample, read_sample
+from .shards import read_meta, shard_name
 from .target import target_facts, tokenizer_sha256
 
 # Largest relative error of a state row, and of a probe's log-probability where its argmax differs (a tie), that
 # batching and bfloat16 storage explain; another sample's states are off by about 1.4.
+FP8_TOLERANCE = 0.08  # e4m3 rounds a value by up to 1/16
 TOLERANCE = {"float32": (0.02, 1e-3), "bfloat16": (0.25, 0.1), "float16": (0.05, 0.02)}
 
 
@@ -43,21 +48,21 @@ def verify(folder: Path, *, target: Path | None = None, recompute: int = 0) -> R
     manifest = Manifest.read(folder)
     findings = list(_check_folder(folder, manifest))
     try:
-        entries = read_index(folder, manifest)
+        records = finished(folder, manifest)
     except UserError as error:
         findings.append(str(error))
-        entries = []
+        records = [Record(shard, []) for shard in manifest.shards]
     keys: dict[str, str] = {}
-    samples = tokens = 0
-    present = [shard for shard in manifest.shards if (folder / shard.name).is_file()]
-    with tqdm(total=2 * sum(shard.bytes for shard in present), desc="verifying", unit="B", unit_scale=True) as bar:
-        for shard in present:
-            rows = [entry for entry in entries if entry.shard == shard.name]
+    present = [record for record in records if (folder / record.shard.name).is_file()]
+    total = 2 * sum(record.shard.bytes for record in present)
+    with tqdm(total=total, desc="verifying", unit="B", unit_scale=True) as bar:
+        for shard, rows in present:
             findings += _check_hash(folder / shard.name, shard, bar)
             for finding in _check_members(folder / shard.name, shard, rows, manifest, keys):
                 findings.append(f"{shard.name} {finding}")
             bar.update(shard.bytes)
-            samples, tokens = samples + shard.samples, tokens + shard.tokens
+    entries = [row for record in present for row in record.samples]
+    samples, tokens = (sum(getattr(record.shard, name) for record in present) for name in ("samples", "tokens"))
     recomputed = 0
     if target is not None:
         findings += _check_target(manifest, target)
@@ -72,25 +77,27 @@ def verify(folder: Path, *, target: Path | None = None, recompute: int = 0) -> R
 
 def _check_folder(folder: Path, manifest: Manifest) -> Iterator[str]:
     """Missing, foreign and unfinished files; a manifest that is not sealed or does not add up to its plan."""
-    listed = [shard.name for shard in manifest.shards]
+    planned = [shard_name(number) for number in range(manifest.plan.shards)]
     files = {path.name for path in folder.glob("*.tar")}
+    for name in sorted(files - set(planned)):
+        yield f"{name}: foreign shard, not in the manifest"
     if not manifest.sealed:
-        yield f"unfinished: {len(listed)} of {manifest.plan.shards} shards; run the same extract command again"
-        files.discard(shard_name(len(listed)))  # complete but not entered yet: extract makes it anew
-    else:
-        sums = (len(listed), sum(s.samples for s in manifest.shards), sum(s.tokens for s in manifest.shards))
-        if sums != (manifest.plan.shards, manifest.plan.samples, manifest.plan.tokens):
-            yield (
-                f"manifest.json: shards, samples, tokens add up to {sums}, planned "
-                f"{tuple(manifest.plan.model_dump().values())}"
-            )
-        for path in sorted(folder.glob(f"*{UNFINISHED}")):
-            yield f"{path.name}: unfinished file beside a finished dataset; remove it"
-    for name in listed:
+        yield (
+            f"unfinished: {len(files & set(planned))} of {manifest.plan.shards} shards; run the same extract command again "
+            "(with --num-tasks: all tasks, then merge)"
+        )
+        return
+    listed = [shard.name for shard in manifest.shards]
+    if listed != planned:
+        yield f"manifest.json: it lists the shards {listed}, planned {planned}"
+    sums = tuple(sum(getattr(shard, name) for shard in manifest.shards) for name in ("samples", "tokens"))
+    if sums != (manifest.plan.samples, manifest.plan.tokens):
+        yield f"manifest.json: samples and tokens add up to {sums}, planned {tuple(manifest.plan.model_dump().values())[1:]}"
+    for name in planned:
         if name not in files:
             yield f"{name}: missing"
-    for name in sorted(files - set(listed)):
-        yield f"{name}: foreign shard, not in the manifest"
+    for path in sorted(folder.glob(f"*{UNFINISHED}*")):
+        yield f"{path.name}: unfinished file beside a finished dataset; remove it"
 
 
 def _check_hash(path: Path, shard: Shard, bar: tqdm) -> Iterator[str]:
@@ -167,7 +174,7 @@ def _check_sample(
     payload: bytearray, meta: dict[str, Any], entry: SampleEntry | None, manifest: Manifest
 ) -> Iterator[str]:
     """What is wrong with one sample's tensors, in words."""
-    if not {"id", "source", "turns", "probes", "crc32"} <= set(meta):
+    if not {"id", "source", "turns", "probes", "argmax_matches", "crc32"} <= set(meta):
         yield "its JSON member is damaged"
     elif zlib.crc32(payload) != meta["crc32"]:
         yield "its tensors do not have the CRC-32 that its JSON member records"
@@ -199,6 +206,10 @@ def _check_sample(
             f"tokens, supervised, anchors are {counts}, the index says "
             f"{(entry.tokens, entry.supervised, entry.anchors)}"
         )
+    if ("last_hidden" in tensors) != (manifest.features.last_state is not None):
+        yield f"last_hidden is {'there' if 'last_hidden' in tensors else 'missing'}, last_state is {manifest.features.last_state}"
+    elif "last_hidden" in tensors and not tensors["last_hidden"].isfinite().all():
+        yield "last_hidden holds NaN or infinity"
     if not hidden_SFD.isfinite().all():
         position, feature = (~hidden_SFD.isfinite()).any(-1).nonzero()[0].tolist()
         yield f"state at position {position}, feature {feature} is NaN or infinite"
@@ -218,13 +229,15 @@ def _check_target(manifest: Manifest, target: Path) -> Iterator[str]:
 def _recompute(folder: Path, manifest: Manifest, target: Path, chosen: list[SampleEntry]) -> Iterator[str]:
     """Run the samples `chosen` through the target, one by one, and compare states and probes with the stored ones."""
     state_limit, logprob_limit = TOLERANCE[manifest.target.dtype]
-    taps = FeatureTaps(load_model(target), manifest.features.layer_ids)
+    if manifest.storage == "fp8":
+        state_limit += FP8_TOLERANCE
+    last = manifest.features.last_state is not None
+    taps = FeatureTaps(load_model(target), manifest.features.layer_ids, last_hidden=last)
     for entry in tqdm(chosen, desc="recomputing", unit=" samples"):
         stored = read_sample(folder / entry.shard, entry.offset, entry.nbytes)
-        prompt = int(stored["loss_mask"].argmax())
-        (again,) = taps.run([stored["input_ids"]], [prompt])
-        old_SFD, new_SFD = stored["hidden"].float(), again.hidden.float()
-        error_SF = (old_SFD - new_SFD).norm(dim=-1) / new_SFD.norm(dim=-1)
+        probes = read_meta(folder / entry.shard, entry.key)["probes"]
+        (again,) = taps.run([stored["input_ids"]], [stored["loss_mask"]])
+        error_SF = relative_error(again.states["hidden"], stored["hidden"])
         if not float(error_SF.max()) <= state_limit:
             position, feature = divmod(int(error_SF.argmax()), error_SF.shape[1])
             yield (
@@ -232,11 +245,19 @@ def _recompute(folder: Path, manifest: Manifest, target: Path, chosen: list[Samp
                 f"(position {position}, layer {manifest.features.layer_ids[feature]}; allowed {state_limit}): not this "
                 "sample's states"
             )
-        for old, new in zip(read_meta(folder / entry.shard, entry.key)["probes"], again.probes):
+        for old, new in zip(probes, again.probes):
             if old["argmax"] != new["argmax"] and abs(old["logprob"] - new["logprob"]) > logprob_limit:
                 yield (
                     f"{entry.shard} {entry.key}: probe at position {old['position']} is {old['argmax']}, the target "
                     f"says {new['argmax']}"
+                )
+        if last:
+            error_S = relative_error(again.states["last_hidden"], stored["last_hidden"])
+            if not float(error_S.max()) <= state_limit:
+                yield (
+                    f"{entry.shard} {entry.key}: last_hidden differs from the target's by up to {float(error_S.max()):.3f} "
+                    f"(position {int(error_S.argmax())}; allowed {state_limit}): it is not this sample's "
+                    f"{manifest.features.last_state} state"
                 )
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data_prep.shards import anchor_positions
+from data_prep.samples import anchor_positions
 
 
 def draw_anchors(loss_mask_S: Tensor, max_anchors: int, *, seed: int, epoch: int, key: str) -> Tensor:

@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 
 from data_prep.errors import UserError
 from data_prep.manifest import SampleEntry
-from data_prep.shards import read_sample
+from data_prep.samples import read_sample
 from pipeline.anchors import block_input_ids, block_labels, draw_anchors
 
 

@@ -31,7 +31,8 @@ def make_dataset(folder: Path, target: Path, shard_samples=SHARD_SAMPLES) -> Pat
     for number, count in enumerate(shard_samples):
         writer = ShardWriter(folder, shard_name(number))
         for _ in range(count):
-            writer.add(f"{key:06d}", {"id": f"s{key}"}, *sample(key))
+            ids, mask, states = sample(key)
+            writer.add(f"{key:06d}", {"id": f"s{key}"}, ids, mask, {"hidden": states})
             key += 1
         nbytes, digest = writer.finish()
         writer.publish()
@@ -39,13 +40,14 @@ def make_dataset(folder: Path, target: Path, shard_samples=SHARD_SAMPLES) -> Pat
         shards.append(Shard(name=shard_name(number), samples=count, tokens=sum(r.tokens for r in rows),
                             supervised=sum(r.supervised for r in rows), anchors=sum(r.anchors for r in rows),
                             bytes=nbytes, sha256=digest, argmax_matches=0))
-        lines.append(canonical_json({"shard": shard_name(number), "samples": [list(r) for r in rows]}))
+        lines.append(canonical_json({"shard": shard_name(number), "samples": [list(r[1:]) for r in rows]}))
     index = b"".join(line + b"\n" for line in lines)
     (folder / INDEX_NAME).write_bytes(index)
     Manifest(
         target=target_facts(target, "float32"), features={"layer_ids": LAYER_IDS}, tokenizer_sha256=tokenizer_sha256(target),
         template_sha256=template_sha256(load_tokenizer(target)), template_args={}, stop_token_ids=[2], mask_token_id=MASK_ID,
         max_length=64, shard_bytes=10**6, batch_tokens=512, source_sha256="0" * 64,
+        responses={"generator": "transformers", "sampling": None, "from_text": 0},
         plan=Plan(shards=len(shards), samples=key, tokens=sum(s.tokens for s in shards)), shards=shards, argmax_share=1.0,
         dropped={}, sealed=True, index_sha256=sha256_hex(index)).write(folder)
     return folder

@@ -1,8 +1,6 @@
 """States, masks and counts of the dataset, resuming, and everything that is refused."""
 
-import fcntl
 import json
-import multiprocessing
 import os
 import random
 import shutil
@@ -10,23 +8,25 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from data_prep import extract as extract_module
 from data_prep.errors import UserError
 from data_prep.extract import extract
 from data_prep.files import write_atomic
 from data_prep.manifest import Manifest, read_index
 from data_prep.responses import meta_path
-from data_prep.shards import ShardWriter, read_meta, read_sample
+from data_prep.samples import read_sample
+from data_prep.shards import read_meta
 from data_prep.tiny_target import make_tiny_target
 from data_prep.tokens import load_tokenizer
 from data_prep.verify import verify
 
+from .children import start
 from .conftest import LAYERS, SETTINGS, copy_responses, read_lines, snapshot, write_lines
 
 
@@ -52,7 +52,13 @@ def test_ids_are_prompt_plus_response_and_exactly_the_response_is_supervised(sam
         assert ids[mask.bool()].tolist() == line["response_token_ids"]
         assert len(ids) == len(mask) == len(tensors["hidden"]) and 0 < mask.sum() < len(mask)
         assert meta["turns"] == [
-            {"start": len(line["prompt_token_ids"]), "end": len(ids), "finish_reason": line["finish_reason"]}
+            {
+                "turn": line["turn"],
+                "start": len(line["prompt_token_ids"]),
+                "end": len(ids),
+                "finish_reason": line["finish_reason"],
+                "supervised": True,
+            }
         ]
         served = tokenizer.apply_chat_template(line["messages"], add_generation_prompt=True, return_dict=True)[
             "input_ids"
@@ -195,6 +201,10 @@ def test_a_finished_dataset_is_left_untouched(target, responses, dataset, capsys
         ({"shard_bytes": 100_000}, "shard_bytes"),
         ({"batch_tokens": 150}, "batch_tokens"),
         ({"mask_token_id": 299}, "mask_token_id: have 297, expected 299"),
+        ({"storage": "fp8"}, "storage: have bf16, expected fp8"),
+        ({"last_hidden": True}, "features.last_state: have None, expected post_norm"),
+        ({"drop": ["cut"]}, "drop"),
+        ({"dtype": "bfloat16"}, "target.dtype: have float32, expected bfloat16"),
     ],
 )
 def test_a_dataset_made_with_other_settings_is_refused_with_the_fields(target, responses, dataset, change, field):
@@ -224,53 +234,37 @@ def test_foreign_shards_are_refused_and_never_mixed_in(target, responses, clean_
 
 
 def test_the_manifest_exists_before_the_first_shard_and_nothing_else_does(target, responses, tmp_path):
-    manifest = _killed(target, responses, tmp_path / "d", (ShardWriter, "__init__"), 1)
+    manifest = _killed(target, responses, tmp_path / "d", ("data_prep.shards", "ShardWriter", "__init__", 1))
     assert [path.name for path in (tmp_path / "d").iterdir()] == ["manifest.json"]
     assert not manifest.sealed and manifest.plan.samples > 0
 
 
-def _run_and_die(owner, name: str, call: int, arguments: tuple) -> None:
-    """In a child: extract, and be killed with SIGKILL when `owner.name` is called for the `call`-th time."""
-    original, calls = getattr(owner, name), [0]
-
-    def counting(*args, **kwargs):
-        calls[0] += 1
-        if calls[0] == call:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return original(*args, **kwargs)
-
-    setattr(owner, name, counting)
-    extract(*arguments, **SETTINGS)
-
-
-def _killed(target, responses, out, point, call: int) -> Manifest:
-    child = multiprocessing.get_context("fork").Process(
-        target=_run_and_die, args=(*point, call, (target, responses, out))
-    )
-    child.start()
+def _killed(target, responses, out, point: tuple[str, str, str, int]) -> Manifest:
+    child = start(target, responses, out, deadly=point, **SETTINGS)
     child.join(60)
     assert child.exitcode == -signal.SIGKILL
     return Manifest.read(out)
 
 
 POINTS = {
-    "before any sample": (ShardWriter, "add", 1),
-    "in the middle of a shard": (ShardWriter, "add", 12),
-    "with all samples written": (ShardWriter, "finish", 2),
-    "between index and rename": (ShardWriter, "publish", 2),
-    "between rename and manifest": (Manifest, "write", 3),
-    "before the last manifest": (Manifest, "write", 4),
+    "before any sample": ("data_prep.shards", "ShardWriter", "add", 1),
+    "in the middle of a shard": ("data_prep.shards", "ShardWriter", "add", 12),
+    "with all samples written": ("data_prep.shards", "ShardWriter", "finish", 2),
+    "before the shard has its name": ("data_prep.shards", "ShardWriter", "publish", 2),
+    "between shard and record": ("data_prep.compute", "", "write_record", 2),
+    "before the index": ("data_prep.merge", "", "write_atomic", 1),
+    "between index and manifest": ("data_prep.manifest", "Manifest", "write", 1),
+    "between sealing and tidying up": ("data_prep.merge", "", "remove_unfinished", 1),
 }
 
 
 @pytest.mark.parametrize("point", POINTS)
 def test_killed_anywhere_the_rerun_ends_in_the_clean_runs_content(target, responses, clean_dataset, tmp_path, point):
-    owner, name, call = POINTS[point]
     out = tmp_path / "d"
-    partial = _killed(target, responses, out, (owner, name), call)
-    findings = verify(out).findings
-    assert len(findings) == 1 and findings[0].startswith("unfinished")  # every shard under its final name is good
-    kept = {shard.name: (out / shard.name).stat().st_mtime_ns for shard in partial.shards}
+    partial = _killed(target, responses, out, POINTS[point])
+    findings = verify(out).findings  # every shard under its final name is good
+    assert findings == [] if partial.sealed else len(findings) == 1 and findings[0].startswith("unfinished")
+    kept = {path.name: path.stat().st_mtime_ns for path in out.glob("*.tar")}
     again = extract(target, responses, out, **SETTINGS)
     assert again.sha256() == Manifest.read(clean_dataset).sha256()
     assert kept == {shard: (out / shard).stat().st_mtime_ns for shard in kept}
@@ -286,20 +280,12 @@ def test_killed_from_outside_by_the_system_the_command_carries_on(target, respon
     command += ["--layer-ids", layers, "--shard-bytes", "150000", "--batch-tokens", "200"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     child = subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
-    while child.poll() is None and not (out / "000000.tar.tmp").exists():
+    while child.poll() is None and not list(out.glob("000000.tar.tmp-*")):
         time.sleep(0.001)
     child.kill()
     child.wait()
     subprocess.run(command, env=environment, check=True, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
     assert Manifest.read(out).sha256() == Manifest.read(clean_dataset).sha256()
-
-
-def test_two_extracts_into_one_folder_are_refused(target, responses, dataset):
-    holder = os.open(dataset, os.O_RDONLY)
-    fcntl.flock(holder, fcntl.LOCK_EX)
-    with pytest.raises(UserError, match="another extract"):
-        extract(target, responses, dataset, **SETTINGS)
-    os.close(holder)
 
 
 def test_half_a_responses_file_is_refused(target, responses, tmp_path):
@@ -309,14 +295,13 @@ def test_half_a_responses_file_is_refused(target, responses, tmp_path):
         extract(target, path, tmp_path / "d")
 
 
-def test_batches_are_within_the_budget_and_sorted_inside_a_shard(responses, target):
-    _, batches = extract_module.prepare(target, responses, explicit_mask=None, max_length=3072, **SETTINGS)
-    for shard in batches.shards:
-        lengths = [sample.tokens for batch in shard for sample in batch]
-        assert lengths == sorted(lengths, reverse=True)
-        assert all(len(batch) == 1 or len(batch) * batch[0].tokens <= 200 for batch in shard)
-    keys = [sample.key for shard in batches.shards for batch in shard for sample in batch]
-    assert keys == [f"{i:06d}" for i in range(len(keys))]
+def test_without_room_on_the_disk_nothing_starts_unless_forced(target, responses, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=100_000))
+    with pytest.raises(UserError, match=r"0.00 GB left.*--force"):
+        extract(target, responses, tmp_path / "d", **SETTINGS)
+    assert not list((tmp_path / "d").glob("*.tar*"))
+    assert extract(target, responses, tmp_path / "d", **SETTINGS, force=True).sealed
+    assert "warning: the shards still to be made take" in capsys.readouterr().err
 
 
 def test_an_atomic_write_leaves_no_temporary_file(tmp_path):

@@ -13,7 +13,8 @@ import torch
 from data_prep.errors import UserError
 from data_prep.files import canonical_json, sha256_hex
 from data_prep.manifest import INDEX_NAME, Manifest, read_index
-from data_prep.shards import decode_sample, encode_sample, padded
+from data_prep.samples import decode_sample, encode_sample
+from data_prep.shards import padded
 from data_prep.tiny_target import make_tiny_target
 from data_prep.verify import format_report, verify
 
@@ -52,7 +53,7 @@ def change_sample(folder, name: str, number: int, change) -> str:
     (json_name, meta), (tensor_name, payload) = content[2 * number : 2 * number + 2]
     tensors = {key: tensor.clone() for key, tensor in decode_sample(bytearray(payload)).items()}
     change(tensors)
-    payload = encode_sample(tensors["input_ids"], tensors["loss_mask"], tensors["hidden"])
+    payload = encode_sample(tensors.pop("input_ids"), tensors.pop("loss_mask"), tensors)
     meta = canonical_json(json.loads(meta) | {"crc32": zlib.crc32(payload)})
     content[2 * number : 2 * number + 2] = [(json_name, meta), (tensor_name, payload)]
     rebuild(folder, name, content)
@@ -198,7 +199,7 @@ def test_members_in_another_order_are_found(clean_dataset, dataset):
 
 def test_missing_and_foreign_shards_are_named_before_anything_is_read(dataset):
     shutil.move(dataset / "000001.tar", dataset / "000009.tar")
-    assert verify(dataset).findings[:2] == ["000001.tar: missing", "000009.tar: foreign shard, not in the manifest"]
+    assert verify(dataset).findings[:2] == ["000009.tar: foreign shard, not in the manifest", "000001.tar: missing"]
 
 
 def test_the_shards_to_read_come_from_the_manifest_and_not_from_a_pattern(clean_dataset, dataset, manifest):
@@ -222,8 +223,8 @@ def test_another_target_is_found(clean_dataset, tmp_path):
 
 
 def test_an_unfinished_file_beside_a_finished_dataset_is_found(dataset):
-    (dataset / "000007.tar.tmp").write_bytes(b"x")
-    assert "000007.tar.tmp" in findings(dataset)
+    (dataset / "000007.tar.tmp-host-1").write_bytes(b"x")
+    assert "000007.tar.tmp-host-1" in findings(dataset)
 
 
 def test_swapping_two_shards_files_is_found(dataset):
