@@ -1,4 +1,4 @@
-"""Greedy generation for a batch of prompts, arranged to waste little on a CPU.
+"""Generation for a batch of prompts, arranged to waste little on a CPU.
 
 What the prompts share at their start (a system turn) is computed once; keys and values live in buffers that grow in
 steps instead of being copied at every token; rows that have ended leave the batch.
@@ -10,6 +10,9 @@ from collections.abc import Callable
 import torch
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
+
+# (logits [B, V], the rows of the batch they belong to, the step) -> next ids int64 [B]
+Choice = Callable[[torch.Tensor, list[int], int], torch.Tensor]
 
 GROWTH = 64  # positions by which a full key/value buffer grows
 
@@ -66,17 +69,24 @@ def _shared_prefix(prompts: list[list[int]]) -> int:
     return next((i for i in range(limit) if first[i] != last[i]), limit)
 
 
+def greedy(logits_BV: torch.Tensor, rows: list[int], step: int) -> torch.Tensor:
+    """The most probable next id of every row."""
+    return logits_BV.argmax(-1)
+
+
 @torch.inference_mode()
-def greedy(
+def generate(
     model: PreTrainedModel,
     prompts: list[list[int]],
     max_new_tokens: int,
     stop_ids: list[int],
     on_step: Callable[[int], None] = lambda rows: None,
+    choose: Choice = greedy,
 ) -> list[list[int]]:
-    """The target's greedy continuation of each prompt, up to and including its first stop token.
+    """The target's continuation of each prompt, up to and including its first stop token.
 
-    `on_step` is told after every step how many rows got a token. The result depends on the batch only through rounding.
+    `on_step` is told after every step how many rows got a token; `choose` picks the next ids. The result depends on the
+    batch only through rounding.
     """
     # transformers 5.2x renamed the argument `past_key_values` to `cache`
     cache_argument = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
@@ -99,7 +109,7 @@ def greedy(
     ended = torch.zeros(len(prompts), dtype=torch.bool, device=device)
     responses: list[list[int]] = [[] for _ in prompts]
     begin, end = prefix, prefix + width
-    for _ in range(max_new_tokens):
+    for step in range(max_new_tokens):
         output = model(
             input_ids=tokens,
             attention_mask=visible[:, :end].long(),
@@ -108,7 +118,7 @@ def greedy(
             logits_to_keep=1,
             **{cache_argument: cache},
         )
-        following = output.logits[:, -1].argmax(-1)
+        following = choose(output.logits[:, -1], rows, step)
         live = (~ended).tolist()
         for row, token, alive in zip(rows, following.tolist(), live):
             if alive:

@@ -49,14 +49,14 @@ def _render(
     messages: list[Message],
     template_args: dict[str, Any],
     tools: list[Tool] | None,
+    *,
+    generation: bool = True,
     clock: str = "",
 ) -> str:
-    """The text for generation; `clock` is put before the template."""
-    template = clock + chat_template(tokenizer)
+    """The text, with the generation prompt if `generation`; `clock` is put before the template."""
+    fixed = {"chat_template": clock + chat_template(tokenizer), "add_generation_prompt": generation, "tokenize": False}
     try:
-        return tokenizer.apply_chat_template(
-            messages, tools=tools, chat_template=template, add_generation_prompt=True, tokenize=False, **template_args
-        )
+        return tokenizer.apply_chat_template(messages, tools=tools, **fixed, **template_args)
     except (TemplateError, TypeError) as error:  # raise_exception in the template, or content it cannot join
         roles = ", ".join(message["role"] for message in messages)
         raise UserError(
@@ -87,7 +87,7 @@ def prompt_text(
     if "strftime_now" in template:
         # transformers hands the clock to the template as a global function; a macro of the same name goes before it
         clocks = ("{%- macro strftime_now(format) -%}" + date + "{%- endmacro -%}" for date in DATES)
-        one, other = (_render(tokenizer, messages, template_args, tools, clock) for clock in clocks)
+        one, other = (_render(tokenizer, messages, template_args, tools, clock=clock) for clock in clocks)
         if one != other:
             place = next(i for i, pair in enumerate(zip(one, other)) if pair[0] != pair[1])
             names = sorted(set(re.findall(r"\b\w*date\w*\b", template))) or ["its date argument"]
@@ -113,11 +113,21 @@ def prompt_ids(
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
-def parted(tokenizer: PreTrainedTokenizerBase, have: list[int], served: list[int]) -> str:
-    """Both renderings around the first id in which they differ, for a message."""
+def whole_text(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: list[Message],
+    template_args: dict[str, Any],
+    tools: list[Tool] | None = None,
+) -> str:
+    """`messages` rendered without the generation prompt: what a data set's own answers look like to training code."""
+    return _render(tokenizer, messages, template_args, tools, generation=False)
+
+
+def parted(tokenizer: PreTrainedTokenizerBase, have: list[int], served: list[int], owner: str = "the file has") -> str:
+    """Both renderings around the first id in which they differ, for a message; `owner` says whose `have` is."""
     place = next((i for i, pair in enumerate(zip(have, served)) if pair[0] != pair[1]), min(len(have), len(served)))
     texts = (tokenizer.decode(ids[max(place - 5, 0) : place + 10]) for ids in (have, served))
-    return "at id {}: the file has ...{!r}, serving renders ...{!r}".format(place, *texts)
+    return "at id {}: {} ...{!r}, serving renders ...{!r}".format(place, owner, *texts)
 
 
 def sample_tokens(prompt: list[int], response: list[int], max_length: int) -> tuple[torch.Tensor, torch.Tensor]:
