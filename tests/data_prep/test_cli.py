@@ -1,6 +1,7 @@
 """The command line: exit statuses, help that teaches, errors without a traceback."""
 
 import json
+import shutil
 import subprocess
 import sys
 
@@ -8,8 +9,14 @@ import pytest
 
 from data_prep.__main__ import main
 from data_prep.estimate import estimate
+from data_prep.extract import extract
+from data_prep.responses import respond
+from data_prep.tokens import load_tokenizer
 
-STAGES = ["prompts", "respond", "extract", "verify", "estimate", "inspect"]
+from .conftest import write_lines
+from .test_plan import lines_of
+
+STAGES = ["prompts", "respond", "extract", "merge", "verify", "estimate", "inspect"]
 
 
 def run(capsys, *arguments) -> tuple[int, str, str]:
@@ -66,12 +73,44 @@ def test_a_target_that_is_no_model_folder_is_an_input_error(capsys, prompts, res
         (["extract", "--target", "t", "--responses", "r", "--out", "o", "--layer-ids", "1;2"], "list like 1,8,15"),
         (["respond", "--target", "t", "--prompts", "p", "--out", "o", "--template-args", "[1]"], "JSON object like"),
         (["respond", "--target", "t", "--prompts", "p", "--out", "o", "--batch-size", "0"], "positive number"),
+        (["extract", "--target", "t", "--responses", "r", "--out", "o", "--drop", "bad"], "list of empty, cut, looping"),
+        (["extract", "--target", "t", "--responses", "r", "--out", "o", "--device-map", "2"], "auto, balanced"),
+        (["extract", "--target", "t", "--responses", "r", "--out", "o", "--storage", "fp4"], "'bf16', 'fp8'"),
+        (["prompts", "p", "--out", "o", "--heldout", "24"], "share between 0 and 1"),
     ],
 )
 def test_a_malformed_argument_exits_2_and_says_what_it_should_look_like(capsys, arguments, message):
     with pytest.raises(SystemExit) as stop:
         main(arguments)
     assert stop.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_tasks_and_a_merge_work_from_the_command_line(capsys, target, responses, tmp_path):
+    command = ["extract", "--target", target, "--responses", responses, "--out", tmp_path / "d"]
+    command += ["--layer-ids", "0,2,4", "--shard-bytes", "150000", "--num-tasks", 2, "--storage", "fp8", "--last-hidden"]
+    for task in (0, 1):
+        status, out, _ = run(capsys, *command, "--task-id", task)
+        assert status == 0 and f"task {task} of 2" in out and "python -m data_prep merge" in out
+    status, out, _ = run(capsys, "merge", tmp_path / "d")
+    assert status == 0 and "is sealed" in out
+    assert run(capsys, "verify", tmp_path / "d", "--target", target, "--recompute", 3)[0] == 0
+    status, out, _ = run(capsys, "inspect", tmp_path / "d")
+    assert status == 0 and "storage fp8 with last_hidden" in out
+
+
+def test_inspect_shows_the_turns_of_a_shared_sample(capsys, target, tmp_path):
+    tokenizer = load_tokenizer(target)
+    write_lines(tmp_path / "r.jsonl", lines_of(tokenizer, "talk", ["one", "two"]))
+    respond(target, _prompts_file(tmp_path), tmp_path / "made.jsonl", max_new_tokens=2)
+    shutil.copy(tmp_path / "made.jsonl.meta.json", tmp_path / "r.jsonl.meta.json")
+    extract(target, tmp_path / "r.jsonl", tmp_path / "d", layer_ids=[0, 2, 4])
+    status, out, _ = run(capsys, "inspect", tmp_path / "d", "talk")
+    assert status == 0 and out.count("[[") == 2 and "[[one<|im_end|>]]" in out and "turn 2: positions" in out
+
+
+def _prompts_file(folder):
+    write_lines(folder / "p.jsonl", [{"id": "a", "prompt": "x"}])
+    return folder / "p.jsonl"
 
 
 def test_inspect_marks_exactly_the_supervised_text(capsys, clean_dataset, responses):
@@ -101,3 +140,5 @@ def test_estimate_needs_nothing_but_the_config(tmp_path):
     path.write_text(json.dumps({"num_hidden_layers": 32, "hidden_size": 4096}))
     text = estimate(path, 100_000_000)
     assert "1,8,15,22,29" in text and "40965" in text and "125.8 MB" in text and "4096.50 GB" in text
+    half = estimate(path, 100_000_000, storage="fp8", last_hidden=True)
+    assert f"{5 * 4100 + 8192 + 5} (5 x (4096 + 4) + 4096 x 2 + 5" in half and "2869.70 GB" in half

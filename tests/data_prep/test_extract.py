@@ -273,7 +273,7 @@ def test_killed_anywhere_the_rerun_ends_in_the_clean_runs_content(target, respon
     assert verify(out).findings == []
 
 
-def test_killed_from_outside_by_the_system_the_command_carries_on(target, responses, clean_dataset, tmp_path):
+def test_killed_from_outside_the_command_carries_on_and_quiet_shows_no_bar(target, responses, clean_dataset, tmp_path):
     out = tmp_path / "d"
     layers = ",".join(map(str, LAYERS))
     command = [sys.executable, "-m", "data_prep", "extract", "--target", target, "--responses", responses, "--out", out]
@@ -284,7 +284,8 @@ def test_killed_from_outside_by_the_system_the_command_carries_on(target, respon
         time.sleep(0.001)
     child.kill()
     child.wait()
-    subprocess.run(command, env=environment, check=True, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    again = subprocess.run([*command, "--quiet"], env=environment, check=True, capture_output=True, text=True)
+    assert "equal to the target's argmax" in again.stdout and "it/s" not in again.stderr and "tok/s" not in again.stderr
     assert Manifest.read(out).sha256() == Manifest.read(clean_dataset).sha256()
 
 
