@@ -17,7 +17,7 @@ from .errors import UserError
 from .estimate import check_room
 from .features import FeatureTaps
 from .files import create_atomic, remove_unfinished
-from .manifest import MANIFEST_NAME, Features, Manifest, Responses, differences
+from .manifest import MANIFEST_NAME, Features, Manifest, Responses, check_shards, differences
 from .merge import merge
 from .model import dtype_name, load_model
 from .plan import Batches, make_plan
@@ -130,9 +130,7 @@ def open_dataset(out: Path, fresh: Manifest, batches: Batches, numbers: range) -
             f"{out} holds {foreign[0]}, which is not in its manifest: a foreign shard; remove it or choose another --out."
         )
     if manifest.sealed:
-        for shard in manifest.shards:
-            if shard.name not in shards or (out / shard.name).stat().st_size != shard.bytes:
-                raise UserError(f"{out / shard.name} is missing or cut short; restore it or start in an empty folder.")
+        check_shards(out, manifest)
         return manifest
     for number in numbers:
         name = shard_name(number)

@@ -2,7 +2,7 @@
 from dataclasses import dataclass
 
 from data_prep.errors import UserError
-from data_prep.manifest import Manifest, SampleEntry, read_index
+from data_prep.manifest import Manifest, SampleEntry, check_shards, read_index
 from data_prep.target import config_sha256, read_config, tokenizer_sha256
 from data_prep.tokens import load_tokenizer, template_sha256
 from pipeline.config import RunConfig
@@ -24,6 +24,7 @@ def open_dataset(run: RunConfig) -> TrainingData:
                         f"`python -m data_prep extract --target TARGET --responses FILE --out {run.data_path}` (your own)")
     manifest = Manifest.read(run.data_path)
     manifest.require_sealed()
+    check_shards(run.data_path, manifest)
     target = run.target_path
     config = read_config(target)
     differences = [f"{name} is {found} in {target} and {have} in the dataset" for name, found, have in (
