@@ -38,7 +38,7 @@ def own_answer(turn: Turn, serving: Serving, stop_ids: list[int]) -> tuple[list[
     """
     tokenizer, template_args = serving.tokenizer, serving.template_args
     talk, place = turn.conversation, turn.conversation.places[turn.number]
-    answer: dict[str, Any] = talk.talk[place]
+    answer: dict[str, Any] = talk.messages[place]
     asked = (tokenizer, talk.history(turn.number), template_args, talk.prompt.get("tools"))
     prompt = prompt_text(*asked)
     whole = whole_text(tokenizer, [*asked[1], answer], *asked[2:])
@@ -79,4 +79,4 @@ def answer_from_data(file: ResponseFile, talks: list[Conversation], serving: Ser
                     continue
                 file.add(turn, ids, "text", text)
                 file.bar.update(len(ids))
-            file.counts["stripped"] += text != talk.talk[place]["content"]
+            file.counts["stripped"] += text != talk.messages[place]["content"]

@@ -41,7 +41,7 @@ class Conversation:
     """A prompt, its turns as far as they are known (None: not answered yet), and the places of those in question."""
 
     prompt: Prompt
-    talk: list[Message | None]
+    messages: list[Message | None]
     places: list[int]
 
     def name(self, turn: int) -> str:
@@ -50,11 +50,11 @@ class Conversation:
 
     def history(self, turn: int) -> list[Message]:
         """What was said before that turn."""
-        return self.talk[: self.places[turn]]
+        return self.messages[: self.places[turn]]
 
     def answer(self, turn: int, text: str) -> None:
         """Put the target's answer where it belongs."""
-        self.talk[self.places[turn]] = {"role": "assistant", "content": text}
+        self.messages[self.places[turn]] = {"role": "assistant", "content": text}
 
 
 def conversations(prompts: list[Prompt], counts: Counter, *, keep_answers: bool = False) -> list[Conversation]:
@@ -64,12 +64,11 @@ def conversations(prompts: list[Prompt], counts: Counter, *, keep_answers: bool 
     found: list[Conversation] = []
     names: dict[str, str] = {}
     for prompt in prompts:
-        messages = prompt["messages"]
-        reason = flaw(messages)
-        talk = list(messages) if keep_answers else open_turns(messages)
+        reason = flaw(prompt["messages"])
+        messages = list(prompt["messages"]) if keep_answers else open_turns(prompt["messages"])
         places = [
             i
-            for i, message in enumerate(talk)
+            for i, message in enumerate(messages)
             if message is None or (message["role"] == "assistant" and "tool_calls" not in message)
         ]
         if reason is None and not places:
@@ -77,7 +76,7 @@ def conversations(prompts: list[Prompt], counts: Counter, *, keep_answers: bool 
         if reason is not None:
             counts[f"dropped: {reason}"] += 1
             continue
-        conversation = Conversation(prompt, talk, places)
+        conversation = Conversation(prompt, messages, places)
         for turn in range(len(places)):
             name = conversation.name(turn)
             if name in names:

@@ -5,13 +5,10 @@ import sys
 from transformers import PreTrainedTokenizerBase
 
 from .conversations import Conversation, Serving, Turn
-from .errors import UserError
 from .fleet import Fleet, Request
 from .response_file import CONTEXT, ResponseFile
 from .sampling import sample_seed
 from .servers import Reply
-
-SHOWN = 3  # failures in the error's text
 
 
 def response_ids(tokenizer: PreTrainedTokenizerBase, reply: Reply, stop_ids: list[int]) -> list[int]:
@@ -67,9 +64,9 @@ class _Run:
 
 def answer_remotely(
     file: ResponseFile, talks: list[Conversation], serving: Serving, fleet: Fleet, *, max_new_tokens: int, seed: int
-) -> None:
-    """Answer everything that `file` does not hold. UserError at the end when prompts failed, and at once when no server
-    is left; what was answered is in the file.
+) -> list[str]:
+    """Answer everything that `file` does not hold; returns "NAME: REASON" for what failed. UserError when no server is
+    left; what was answered is in the file.
     """
     run = _Run(file, serving, fleet, max_new_tokens, seed)
     waiting = iter(talks)
@@ -87,9 +84,4 @@ def answer_remotely(
             "and may differ from what the target emitted; vLLM (return_token_ids) and SGLang return ids.",
             file=sys.stderr,
         )
-    if run.failures:
-        shown = "; ".join(run.failures[:SHOWN])
-        raise UserError(
-            f"{file.counts['failed']} of {file.counts['failed'] + file.counts['lines']} responses failed, among them "
-            f"{shown}. The others are in {file.path}; the same command asks again for what is missing."
-        )
+    return run.failures

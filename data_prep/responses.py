@@ -38,6 +38,9 @@ from .tokens import check_template_args, load_tokenizer, template_sha256
 BATCHING = ("batch_size", "batch_tokens")  # fields of a local run's settings: rows, or else tokens that memory allows
 
 
+SHOWN = 3  # failures in the error's text
+
+
 def meta_path(responses: Path) -> Path:
     """Where the settings of the responses file lie."""
     return responses.with_name(responses.name + ".meta.json")
@@ -75,11 +78,15 @@ def _check_meta(out: Path, meta: dict[str, Any]) -> dict[str, Any] | None:
 def _check_options(batch_size: int | None, sample: bool, servers: Sequence[str], keep_answers: bool) -> None:
     """UserError for options that contradict each other."""
     given = {"--server": bool(servers), "--sample": sample, "--batch-size": batch_size is not None}
-    for name, others in {"--keep-answers": tuple(given), "--server": ("--batch-size",)}.items():
-        clash = [other for other in others if given[other]]
-        if (keep_answers if name == "--keep-answers" else servers) and clash:
-            why = "generates nothing" if name == "--keep-answers" else "leaves batching to the servers"
-            raise UserError(f"{name} {why}, so {' and '.join(clash)} cannot be meant too; leave out one of them.")
+    generating = [name for name, is_given in given.items() if is_given]
+    if keep_answers and generating:
+        raise UserError(
+            f"--keep-answers generates nothing, so {' and '.join(generating)} cannot be meant too; leave out one."
+        )
+    if servers and batch_size is not None:
+        raise UserError(
+            "--server leaves batching to the servers, so --batch-size cannot be meant too; see --concurrency."
+        )
     double = [url for url, count in Counter(url.rstrip("/") for url in servers).items() if count > 1]
     if double:
         raise UserError(f"--server {double[0]} is given twice; pass it once (more requests at a time: --concurrency).")
@@ -145,11 +152,19 @@ def respond(
         serving = Serving(tokenizer, template_args, min((size for size in contexts if size), default=1 << 40))
         names = [talk.name(turn) for talk in talks for turn in range(len(talk.places))]
         file.begin(names, max_new_tokens)
+        failures: list[str] = []
         if keep_answers:
             answer_from_data(file, talks, serving)
         elif servers:
-            answer_remotely(file, talks, serving, Fleet(fleet, concurrency), max_new_tokens=max_new_tokens, seed=seed)
+            failures = answer_remotely(
+                file, talks, serving, Fleet(fleet, concurrency), max_new_tokens=max_new_tokens, seed=seed
+            )
         else:
             answer_locally(file, talks, serving, local, **{name: meta[name] for name in BATCHING})
         file.report()
+    if failures:
+        raise UserError(
+            f"{file.counts['failed']} of {file.counts['failed'] + file.counts['lines']} responses failed, among them "
+            f"{'; '.join(failures[:SHOWN])}. The others are in {out}; the same command asks again for what is missing."
+        )
     return file.counts

@@ -18,7 +18,8 @@ import urllib3
 from .errors import UserError
 from .sampling import Sampling
 
-CONNECT = 10  # seconds
+CONNECT = 10  # seconds to accept a connection
+GREETING = 60  # seconds to say which models there are
 CHUNK = 1 << 16
 
 
@@ -70,7 +71,7 @@ class Server:
         self.headers = {"Authorization": f"Bearer {key}"} if key else {}
         try:
             with requests.Session() as session:
-                models = self._call(session, "GET", f"{self.url}/models")["data"]
+                models = self._call(session, "GET", f"{self.url}/models", min(timeout, GREETING))["data"]
                 names = [model["id"] for model in models]
         except (Refused, Misconfigured, Unavailable, KeyError, TypeError) as error:
             raise UserError(
@@ -100,7 +101,7 @@ class Server:
             url, body = f"{self.url.removesuffix('/v1')}/generate", self._sglang_body(prompt, seed)
         else:
             url, body = f"{self.url}/completions", self._openai_body(prompt, seed)
-        answer = self._call(session, "POST", url, body)
+        answer = self._call(session, "POST", url, self.timeout, body)
         try:
             if self.is_sglang:
                 finish = answer["meta_info"]["finish_reason"]
@@ -178,21 +179,23 @@ class Server:
             return {"temperature": 0.0, "top_p": 1.0, "top_k": -1}
         return {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k or -1}
 
-    def _call(self, session: requests.Session, method: str, url: str, body: dict[str, Any] | None = None) -> Any:
+    def _call(
+        self, session: requests.Session, method: str, url: str, timeout: float, body: dict[str, Any] | None = None
+    ) -> Any:
         """The JSON of the answer, which has to be whole within `timeout` seconds."""
-        deadline = time.monotonic() + self.timeout
+        deadline = time.monotonic() + timeout
         try:
             with session.request(
-                method, url, json=body, headers=self.headers, stream=True, timeout=(CONNECT, self.timeout)
+                method, url, json=body, headers=self.headers, stream=True, timeout=(CONNECT, timeout)
             ) as response:
                 content = b""
                 while chunk := response.raw.read1(CHUNK, decode_content=True):
                     content += chunk
                     if time.monotonic() > deadline:
-                        raise Unavailable(f"no whole answer within {self.timeout} s")
+                        raise Unavailable(f"no whole answer within {timeout} s")
         except requests.Timeout as error:
             unmet = isinstance(error, requests.ConnectTimeout)
-            reason = "no connection" if unmet else f"no answer within {self.timeout} s"
+            reason = "no connection" if unmet else f"no answer within {timeout} s"
             raise Unavailable(reason, blameless=unmet) from error
         except (requests.RequestException, urllib3.exceptions.HTTPError, OSError) as error:
             # a refused connection comes as NewConnectionError inside of others; a broken one does not

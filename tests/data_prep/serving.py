@@ -77,6 +77,7 @@ class TargetServer(ThreadingHTTPServer):
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
     server: TargetServer
 
     def log_message(self, *_) -> None:
