@@ -2,10 +2,10 @@
 
     python launch/evaluate.py --target TARGET --drafter DRAFTER --prompts PROMPTS.jsonl --out REPORT
 
-A line of PROMPTS holds one of `turns` (user turns of one conversation, the target's own answers between them),
-`messages` (the target answers at the end, in place of a last assistant turn) and `prompt_token_ids`. Every prompt is
-run plainly (block size 1) and drafted, one sequence at a time. REPORT/results.jsonl keeps finished prompts: run again,
-it carries on.
+A line of PROMPTS holds a conversation as `python -m data_prep prompts` writes or reads it (`messages`, `turns`,
+`conversations`, `prompt`; `tools`), or `prompt_token_ids`. As in training data the target answers every turn in its own
+words, whatever answers the line has. Every prompt is run plainly (block size 1) and drafted, one sequence at a time.
+REPORT/results.jsonl keeps finished prompts: run again, it carries on.
 Cost: two generations a prompt, three with --baseline. Exits 2 on a user's error.
 """
 
@@ -24,7 +24,8 @@ from transformers import AutoModelForCausalLM
 
 from data_prep.errors import UserError
 from data_prep.files import canonical_json, sha256_hex, write_atomic
-from data_prep.prompts import read_lines, to_messages
+from data_prep.messages import Message, flaw, open_turns, to_messages, to_tools
+from data_prep.sources import read_lines
 from data_prep.target import config_sha256, read_config, stop_token_ids, text_config
 from data_prep.tokens import check_template_args, load_tokenizer, prompt_ids, template_sha256
 from pipeline import acceptance, runtime
@@ -36,21 +37,20 @@ from pipeline.speculate import check_drafter_fits, generate_drafted, generate_pl
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 OUTPUTS = ("report.json", "prompts.jsonl", "acceptance.png", "training.png")
-KINDS = ("turns", "messages", "prompt_token_ids")
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """One line of the prompts: a ready prompt of token ids, or messages and the user turns to answer after them."""
+    """One line of the prompts: a ready prompt of token ids, or messages with None where the target answers."""
 
     where: str
     token_ids: tuple[int, ...] = ()
-    messages: tuple[dict, ...] = ()
-    turns: tuple[str, ...] = ()
+    talk: tuple[Message | None, ...] = ()
+    tools: tuple[dict, ...] = ()
 
     @property
     def answers(self) -> int:
-        return max(len(self.turns), 1)
+        return self.talk.count(None) or 1
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
@@ -82,24 +82,22 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 
 
 def read_conversations(path: Path) -> list[Conversation]:
-    """All prompts of a file. UserError names the line that holds none, or more than one, of KINDS."""
+    """All prompts of a file. UserError names the line that holds none, or two."""
     conversations = []
     for where, line in read_lines(path):
-        kinds = [kind for kind in KINDS if kind in line]
-        if len(kinds) != 1:
-            raise UserError(f"{where} holds {' and '.join(kinds) or 'no prompt'}; a line has one of {', '.join(KINDS)}")
-        kind, value = kinds[0], line[kinds[0]]
-        entry = {"turns": str, "messages": dict, "prompt_token_ids": int}[kind]
-        if not isinstance(value, list) or not value or not all(type(item) is entry for item in value):
-            raise UserError(f"{where}: {kind} is {value!r}; it must be a list of at least one {entry.__name__}")
-        if kind == "prompt_token_ids":
-            conversations.append(Conversation(where, token_ids=tuple(value)))
-        elif kind == "turns":
-            conversations.append(Conversation(where, turns=tuple(value)))
-        else:
+        ids = line.get("prompt_token_ids")
+        if ids is None:
             messages = to_messages(line, where)
-            kept = messages[:-1] if messages[-1]["role"] == "assistant" else messages
-            conversations.append(Conversation(where, messages=tuple(kept)))
+            if reason := flaw(messages):
+                raise UserError(f"{where}: {reason}; correct or remove this conversation")
+            talk = open_turns(messages)
+            conversations.append(Conversation(where, talk=tuple(talk), tools=tuple(to_tools(line, where) or ())))
+            continue
+        if others := {"messages", "conversations", "turns", "prompt"} & set(line):
+            raise UserError(f"{where} holds prompt_token_ids and {', '.join(sorted(others))}; a line has one of them")
+        if not isinstance(ids, list) or not ids or not all(type(item) is int for item in ids):
+            raise UserError(f"{where}: prompt_token_ids is {ids!r}; it must be a list of at least one int")
+        conversations.append(Conversation(where, token_ids=tuple(ids)))
     if not conversations:
         raise UserError(f"{path} holds 0 prompts; it needs at least one line")
     return conversations
@@ -167,13 +165,14 @@ class Evaluation:
             ids = list(conversation.token_ids)
         else:
             tokenizer = self._required_tokenizer(conversation.where)
-            messages = list(conversation.messages)
-            for i, turn in enumerate(conversation.turns[: len(answers) + 1]):
-                messages.append({"role": "user", "content": turn})
-                if i < len(answers):
-                    answer = tokenizer.decode(answers[i], skip_special_tokens=True)
-                    messages.append({"role": "assistant", "content": answer})
-            ids = prompt_ids(tokenizer, messages, self.args.template_args)
+            spoken = iter(tokenizer.decode(answer, skip_special_tokens=True) for answer in answers)
+            messages: list[Message] = []
+            for message in conversation.talk:
+                answer = None if message else next(spoken, None)
+                if message is None and answer is None:
+                    break
+                messages.append(message or {"role": "assistant", "content": answer})
+            ids = prompt_ids(tokenizer, messages, self.args.template_args, list(conversation.tools) or None)
         outside = [i for i in ids if not 0 <= i < self.rows]
         if outside:
             raise UserError(f"{conversation.where}: token id {outside[0]} is not a row of the target's embedding table"

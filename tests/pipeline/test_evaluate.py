@@ -225,6 +225,7 @@ def test_chats_are_rendered_as_served_and_later_turns_follow_the_targets_answers
         {"turns": ["Sort words.", "Why?"]},
         {"messages": [user]},
         {"messages": [user, {"role": "assistant", "content": "Somebody else's answer."}]},
+        {"messages": [user, {"role": "user", "content": "Why?"}]},  # what `prompts` makes of two turns
     ])
     out = tmp_path / "report"
     argv = arguments(prompts, out, "--max-new-tokens", 8, target=target, drafter=drafter)
@@ -235,7 +236,7 @@ def test_chats_are_rendered_as_served_and_later_turns_follow_the_targets_answers
     first = tokenizer.apply_chat_template([user], add_generation_prompt=True)["input_ids"]
     chat = [user, {"role": "assistant", "content": answer}, {"role": "user", "content": "Why?"}]
     second = tokenizer.apply_chat_template(chat, add_generation_prompt=True)["input_ids"]
-    assert report["prompt_token_ids"] == [first, second, first, first]
+    assert report["prompt_token_ids"] == [first, second, first, first, first, second]
     assert report["lossless"] is True
     assert report["template"]["sha256"] == evaluate.template_sha256(tokenizer)
     assert report["settings"]["stop_token_ids"] == [tokenizer.eos_token_id]
@@ -280,8 +281,8 @@ def drafter_with(tmp_path, **changes):
 
 @pytest.mark.parametrize("lines, message", [
     (['{"prompt_token_ids": [1, 2]'], "is not JSON"),
-    (['{"text": "hello"}'], "holds no prompt"),
-    (['{"turns": ["a"], "prompt_token_ids": [1]}'], "holds turns and prompt_token_ids"),
+    (['{"text": "hello"}'], "prompts.jsonl:1: keys ['text']"),
+    (['{"turns": ["a"], "prompt_token_ids": [1]}'], "holds prompt_token_ids and turns"),
     (['{"prompt_token_ids": []}'], "at least one int"),
     (['{"prompt_token_ids": [1, 96]}'], r"token id 96 is not a row of the target's embedding table (0..95)"),
     (['{"prompt_token_ids": [' + "1, " * 230 + "1]}"], "231 prompt tokens + 48 new ones exceed the target's 256"),
