@@ -109,12 +109,13 @@ class _Handler(BaseHTTPRequestHandler):
             ids = server.oracle(prompt, limit)
             fault = server.fault(number, prompt)
             answer = json.dumps(self._native(ids) if native else self._completion(prompt, ids)).encode()
+            if fault:
+                fault(self, answer)
+            else:
+                self.send(200, answer)
         finally:
             with server.lock:
                 server.open -= 1
-        if fault:
-            return fault(self, answer)
-        self.send(200, answer)
 
     def _completion(self, prompt: list[int], ids: list[int]) -> dict:
         stopped = ids[-1] in self.server.oracle.stops

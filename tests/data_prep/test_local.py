@@ -41,8 +41,8 @@ torch.set_num_threads(1)
 folder = Path(sys.argv[2])
 local = LocalTarget(Path(sys.argv[1]), [2], 6, None)
 local.model
-allow(50_000_000)
-respond(local.folder, folder / "p.jsonl", folder / "limited.jsonl", max_new_tokens=6, batch_size=8)
+allow(30_000_000)
+respond(local.folder, folder / "p.jsonl", folder / "limited.jsonl", max_new_tokens=6, batch_size=16)
 allow(500_000)
 huge = Turn(Conversation({"id": "huge"}, [None], [0]), 0, array("i", [5] * 4000))
 try:
@@ -96,7 +96,7 @@ def test_an_automatic_batch_size_is_recorded_and_the_run_that_carries_on_repeats
 
 
 def test_out_of_memory_halves_the_batch_and_goes_on_to_the_same_responses(target, tmp_path):
-    lines = [{"id": f"p{i}", "prompt": f"{i} " + "word " * (300 + i)} for i in range(8)]
+    lines = [{"id": f"p{i}", "prompt": f"{i} " + "word " * (150 + i)} for i in range(16)]
     write_lines(tmp_path / "p.jsonl", lines)
     # glibc takes all blocks of tensors straight from the system, so that what is free is what the limit leaves
     malloc = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
@@ -107,8 +107,8 @@ def test_out_of_memory_halves_the_batch_and_goes_on_to_the_same_responses(target
         text=True,
         timeout=120,
     )
-    assert "out of memory with 8 prompts" in run.stdout and "going on with 4" in run.stdout, run.stderr
-    respond(target, tmp_path / "p.jsonl", tmp_path / "free.jsonl", max_new_tokens=6, batch_size=8)
+    assert "out of memory with 16 prompts" in run.stdout and "going on with 8" in run.stdout, run.stderr
+    respond(target, tmp_path / "p.jsonl", tmp_path / "free.jsonl", max_new_tokens=6, batch_size=16)
     assert (tmp_path / "limited.jsonl").read_bytes() == (tmp_path / "free.jsonl").read_bytes()
     assert "memory does not suffice for the 4000 prompt tokens of 'huge' and 6 new ones" in run.stdout, run.stderr
 
