@@ -5,7 +5,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source launch/environment.sh test
-# Tiny models run fastest on one thread; a real one asks for more itself.
+# Tiny models run fastest on one thread; a real one asks for more itself. Two processes share the test files.
 export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false TRANSFORMERS_VERBOSITY=error HF_HUB_OFFLINE=1
-echo "== python -m pytest $*"
-exec python -m pytest "$@"
+echo "== python -m pytest -n 2 --dist loadfile $*"
+exec python -m pytest -n 2 --dist loadfile "$@"
