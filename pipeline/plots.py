@@ -73,3 +73,17 @@ def _running_mean(values: tuple[float, ...], width: int) -> list[float]:
     """Mean of each value and up to `width` values before it."""
     windows = [values[max(0, i - width) : i + 1] for i in range(len(values))]
     return [sum(window) / len(window) for window in windows]
+
+
+def plot_comparison(rows: list[dict], path: Path) -> None:
+    """tau of every report with its interval."""
+    rows = [row for row in rows if row["interval"] is not None]
+    figure, axis = pyplot.subplots(figsize=(8, 1 + 0.5 * len(rows)), layout="constrained")
+    for place, row in enumerate(rows):
+        axis.plot(row["interval"], [place, place], color=UNTRAINED, linewidth=3)
+        axis.plot(row["tau"], place, marker="o", color=TRAINED)
+    axis.set(yticks=range(len(rows)), yticklabels=[row["name"] for row in rows], xlabel="tau, 95 % over prompts")
+    axis.invert_yaxis()
+    axis.grid(alpha=0.3, axis="x")
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)

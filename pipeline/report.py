@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
-from pipeline import acceptance
+from pipeline import acceptance, bootstrap
 from pipeline.speculate import Generation
 
 NOTES = {
     "tau": "tokens emitted per verification step (accepted + 1), all steps of all prompts pooled",
+    "tau_interval": "95 % percentile bootstrap over prompts, null for fewer than two",
     "emitted_per_step": "one list per prompt: accepted + 1 of every verification step as the target judged it, the last"
     " step too when a stop token or the length limit cut its tokens off the output; the first token of an output"
     " comes from the prompt's forward pass and belongs to no step",
@@ -66,7 +67,9 @@ def _drafter_block(records: list[dict], role: str, block_size: int, sampled: boo
     rates = {"plain": tokens_per_second(plain), "drafted": tokens_per_second(runs)}
     return {
         "tau": tau.value,
+        "tau_interval": bootstrap.tau_interval(accepted),
         "tau_mean_of_prompts": acceptance.tau_mean_of_prompts(accepted),
+        "tau_mean_of_prompts_interval": bootstrap.mean_of_prompts_interval(accepted),
         "accepted_per_slot": [ratio.value for ratio in per_slot],
         "accepted_per_slot_conditional": [ratio.value for ratio in conditional],
         "accepted_per_slot_counts": [ratio.numerator for ratio in per_slot],
@@ -102,13 +105,13 @@ def _sum_seconds(runs: list[dict]) -> dict[str, float]:
 
 def format_table(report: dict) -> str:
     """Aligned rows for the terminal: the trained drafter and, where evaluated, the untrained one."""
-    rows = [("", "tau", "tok/s plain", "tok/s drafted", "speed-up", "lossless", "acceptance per slot")]
+    rows = [("", "tau", "95 %", "tok/s plain", "tok/s drafted", "speed-up", "lossless", "acceptance per slot")]
     blocks = {"trained": report} | ({"untrained": report["baseline"]} if "baseline" in report else {})
     for name, block in blocks.items():
         rate = block["tokens_per_second"]
         slots = " ".join(_number(share, 2) for share in block["accepted_per_slot"])
         rows.append((
-            name, _number(block["tau"], 3), _number(rate["plain"], 1), _number(rate["drafted"], 1),
+            name, _number(block["tau"], 3), _interval(block["tau_interval"]), _number(rate["plain"], 1), _number(rate["drafted"], 1),
             _number(block["speedup"], 2) + "x", _lossless(block), slots,
         ))
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1)]
@@ -123,6 +126,10 @@ def format_table(report: dict) -> str:
 
 def _number(value: float | None, digits: int) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
+
+
+def _interval(ends: list[float] | None) -> str:
+    return "-" if ends is None else "{:.2f}..{:.2f}".format(*ends)
 
 
 def _lossless(block: dict) -> str:
