@@ -13,6 +13,13 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from data_prep.errors import UserError
 from pipeline.credit import DECAY_GAMMA
 
+# Keys that a resumed run may change freely: where things lie, how fast they come, what is shown and kept, how a step is
+# cut into passes. All others decide the numbers and are compared (pipeline/checkpoint.py).
+FREE_ON_RESUME = frozenset({
+    "out", "data.path", "data.workers", "target.path", "drafter.init", "drafter.init_from", "optim.micro_batch",
+    "optim.activation_checkpointing", "optim.max_nonfinite", "checkpoint.every", "checkpoint.keep", "checkpoint.keep_every",
+    "evaluation.every", "log.every"})
+
 
 class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -31,8 +38,10 @@ class TargetSection(_Section):
 class DrafterSection(_Section):
     num_layers: int = Field(5, ge=1, description="drafter layers; the paper uses 3 and 5")
     block_size: int = Field(16, ge=2, description="slots of a block, anchor included; block_size - 1 tokens are drafted")
-    start: Literal["random", "target"] = Field(
+    init: Literal["random", "target_layers"] = Field(
         "random", description="initial weights: drawn from the seed, or the target's own last layers (pipeline/start.py)")
+    init_from: Path | None = Field(None, description="drafter folder (exported or public) whose weights the run starts "
+                                                     "from; stands in for `init`")
     target_layer_ids: list[int] | None = Field(None, description="default: the dataset's; if set, must equal them")
     mask_token_id: int | None = Field(None, description="default: the dataset's; if set, must equal it")
 
@@ -60,11 +69,28 @@ class OptimSection(_Section):
                                                           "schedule ends there too")
     global_batch: int = Field(64, ge=1, description="sequences per optimizer step, over all ranks and micro-batches")
     micro_batch: int = Field(1, ge=1, description="sequences per rank and forward pass")
+    max_nonfinite: int = Field(5, ge=1, description="steps in a row that are skipped because loss or gradient is not "
+                                                    "finite; at that many the run stops")
+    activation_checkpointing: bool = Field(False, description="recompute each drafter layer in the backward pass: less "
+                                                              "memory, about a third more time")
 
 
 class CheckpointSection(_Section):
     every: int = Field(500, ge=1, description="optimizer steps between checkpoints; the last step is always saved")
-    keep: int = Field(2, ge=1, description="complete checkpoints that stay on the disk")
+    keep: int = Field(2, ge=1, description="newest complete checkpoints that stay on the disk; the best one stays besides")
+    keep_every: int | None = Field(None, ge=1, description="checkpoints of steps divisible by this stay as well")
+
+
+class EvaluationSection(_Section):
+    every: int | None = Field(500, ge=1, description="optimizer steps between held-out evaluations; null: none")
+    share: float = Field(0.01, ge=0, lt=1, description="share of the samples, chosen by a hash of their keys, that is never "
+                                                       "trained on; 0: none, and no evaluation")
+    samples: int = Field(64, ge=1, description="held-out samples that an evaluation reads at most")
+
+
+class LogSection(_Section):
+    every: int = Field(10, ge=1, description="optimizer steps between lines on the terminal and columns of the heat map of "
+                                             "weight shares; metrics.jsonl and TensorBoard's scalars have every step")
 
 
 class RunConfig(_Section):
@@ -78,6 +104,8 @@ class RunConfig(_Section):
     loss: LossSection = LossSection()
     optim: OptimSection = OptimSection()
     checkpoint: CheckpointSection = CheckpointSection()
+    evaluation: EvaluationSection = EvaluationSection()
+    log: LogSection = LogSection()
 
     @model_validator(mode="after")
     def _cross_checks(self):

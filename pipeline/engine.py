@@ -4,10 +4,12 @@ The run file owns batch sizes, learning rate, clipping and precision; the JSON o
 buckets, offload). A value that both give must be the same.
 """
 import json
+from functools import partial
 from pathlib import Path
 
 import deepspeed
 import torch
+import torch.utils.checkpoint
 
 from data_prep.errors import UserError
 from pipeline.config import RunConfig
@@ -77,6 +79,19 @@ def build_engine(drafter: DFlashDrafter, ds_config: dict, runtime: Runtime) -> d
         raise UserError(f"DeepSpeed keeps master weights in {masters}: they must be float32, or norm weights never move; "
                         "remove the setting that changes it from the DeepSpeed JSON")
     return engine
+
+
+def recompute_layers(drafter: DFlashDrafter) -> DFlashDrafter:
+    """Activation checkpointing: every layer keeps its inputs only and is computed again in the backward pass."""
+    for layer in drafter.layers:
+        layer.forward = partial(torch.utils.checkpoint.checkpoint, layer.forward, use_reentrant=False)
+    return drafter
+
+
+def step_was_skipped(engine: deepspeed.DeepSpeedEngine) -> bool:
+    """Whether the optimizer step just made changed nothing, because a gradient on any rank was not finite. The norm that
+    decides it is the global one, so all ranks give the same answer."""
+    return bool(engine.optimizer.overflow)
 
 
 def set_learning_rate(engine: deepspeed.DeepSpeedEngine, lr: float) -> None:

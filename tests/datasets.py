@@ -25,13 +25,16 @@ def sample(key: int, vocab: int = 290) -> tuple[torch.Tensor, torch.Tensor, torc
     return ids, mask, torch.randn(S, len(LAYER_IDS), HIDDEN, generator=g).bfloat16()
 
 
-def make_dataset(folder: Path, target: Path, shard_samples=SHARD_SAMPLES) -> Path:
+def make_dataset(folder: Path, target: Path, shard_samples=SHARD_SAMPLES, not_finite=()) -> Path:
+    """not_finite: samples whose states hold a NaN."""
     folder.mkdir(parents=True)
     shards, lines, key = [], [], 0
     for number, count in enumerate(shard_samples):
         writer = ShardWriter(folder, shard_name(number))
         for _ in range(count):
             ids, mask, states = sample(key)
+            if key in not_finite:
+                states[0, 0, 0] = torch.nan
             writer.add(f"{key:06d}", {"id": f"s{key}"}, ids, mask, {"hidden": states})
             key += 1
         nbytes, digest = writer.finish()
@@ -53,12 +56,12 @@ def make_dataset(folder: Path, target: Path, shard_samples=SHARD_SAMPLES) -> Pat
     return folder
 
 
-def make_run_folder(out: Path, tied: bool = True, shard_samples=SHARD_SAMPLES) -> Path:
+def make_run_folder(out: Path, tied: bool = True, shard_samples=SHARD_SAMPLES, not_finite=()) -> Path:
     """OUT/target and OUT/dataset, as a run file with `out: OUT` expects them."""
     make_tiny_target(out / "target", tied=tied, hidden=HIDDEN)
-    make_dataset(out / "dataset", out / "target", shard_samples)
+    make_dataset(out / "dataset", out / "target", shard_samples, not_finite)
     return out
 
 
-def read_metrics(out: Path) -> list[dict]:
-    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+def read_metrics(out: Path, name: str = "metrics.jsonl") -> list[dict]:
+    return [json.loads(line) for line in (out / name).read_text().splitlines()]

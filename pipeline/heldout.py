@@ -1,0 +1,126 @@
+"""Held-out evaluation from shards, without the target: how long the drafter's blocks would have been accepted.
+
+A share of the samples, chosen by a hash of their keys, is never trained on. For every valid anchor of a held-out sample
+the drafter's block is compared with the stored tokens (teacher forcing). Two numbers come out of it, under two names:
+
+    walk_tau          the anchors that serving visits: from the first one, each step emits the accepted tokens and one
+                      of the target's own, and the next anchor is the last token emitted
+    all_anchors_tau   the mean over all valid anchors; it counts the easy middles of words that a walk jumps over
+
+Both are emitted tokens per step (accepted + 1). Blocks end with their supervision, so blocks near the end of a response
+count less than serving would give them. The numbers are the same for any number of ranks: every pass is computed alone,
+and what they return is put together by position, not added up.
+"""
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from data_prep.errors import UserError
+from data_prep.manifest import SampleEntry
+from data_prep.samples import anchor_positions, read_sample
+from pipeline.anchors import block_input_ids, block_labels
+from pipeline.batches import MicroBatch
+from pipeline.config import RunConfig
+
+
+def split(entries: list[SampleEntry], share: float) -> tuple[list[SampleEntry], list[SampleEntry]]:
+    """(to train on, held out). A sample's side depends on its key and `share` alone: adding data moves none."""
+    held = [entry for entry in entries if _place(entry.key) < share]
+    kept = [entry for entry in entries if _place(entry.key) >= share]
+    if share and not (held and kept):
+        raise UserError(f"evaluation.share {share:g} of {len(entries)} samples holds out {len(held)}; change it so that both "
+                        "sides have some, or set it to 0 to train on all and evaluate nothing")
+    return kept, held
+
+
+def _place(key: str) -> float:
+    """Uniform in [0, 1)."""
+    return int.from_bytes(hashlib.sha256(f"heldout/{key}".encode()).digest()[:8], "big") / 2**64
+
+
+@dataclass(frozen=True)
+class Pass:
+    """Up to `max_anchors` neighbouring anchors of one sample; `first` is their place among all held-out anchors."""
+
+    entry: SampleEntry
+    skip: int  # anchors of the sample in earlier passes
+    count: int
+    first: int
+
+
+class HeldoutSet:
+    """The samples of an evaluation and how ranks share their anchors."""
+
+    def __init__(self, folder: Path, entries: list[SampleEntry], run: RunConfig, mask_token_id: int):
+        self.folder, self.mask_token_id = folder, mask_token_id
+        self.block_size = run.drafter.block_size
+        chosen = sorted((e for e in entries if e.anchors), key=lambda e: _place(e.key))[:run.evaluation.samples]
+        self.samples = chosen
+        self.passes, first = [], 0
+        for entry in chosen:
+            for skip in range(0, entry.anchors, run.loss.max_anchors):
+                count = min(run.loss.max_anchors, entry.anchors - skip)
+                self.passes.append(Pass(entry, skip, count, first))
+                first += count
+        self.anchors = first
+
+    def batch(self, one: Pass) -> tuple[MicroBatch, Tensor]:
+        """The blocks of one pass, one row, and their anchors' positions [N]."""
+        sample = read_sample(self.folder / one.entry.shard, one.entry.offset, one.entry.nbytes)
+        positions = anchor_positions(sample["loss_mask"])[one.skip:one.skip + one.count]
+        ids_1S, anchors_1N = sample["input_ids"].long()[None], positions[None]
+        used_1N = torch.ones_like(anchors_1N, dtype=torch.bool)
+        labels, mask = block_labels(ids_1S, sample["loss_mask"][None], anchors_1N, used_1N, self.block_size)
+        block_ids = block_input_ids(ids_1S, anchors_1N, self.block_size, self.mask_token_id)
+        return MicroBatch([one.entry.key], sample["hidden"].flatten(1)[None], block_ids, anchors_1N, labels, mask,
+                          ids_1S.shape[1]), positions
+
+    def evaluate(self, forward, runtime, stop) -> dict[str, float] | None:
+        """The held-out numbers, the same on all ranks; None where a stop was asked for meanwhile.
+
+        forward: MicroBatch -> BlockLoss, a pass of the drafter that all ranks take together.
+        """
+        found_A3 = torch.zeros(self.anchors, 3, dtype=torch.float64, device=runtime.device)  # accepted, loss, position
+        with torch.no_grad():
+            for at in range(0, len(self.passes), runtime.world):
+                mine = at + runtime.rank
+                # Ranks without a pass of their own repeat one, since all take part in gathering the weights.
+                one = self.passes[min(mine, len(self.passes) - 1)]
+                micro_batch, positions = self.batch(one)
+                micro_batch = micro_batch.to(runtime.device, runtime.dtype)
+                out, mask_NJ = forward(micro_batch), micro_batch.mask_BNJ[0]
+                if mine < len(self.passes):
+                    rows = found_A3[one.first:one.first + one.count]
+                    rows[:, 0] = (out.correct & mask_NJ).long().cumprod(-1).sum(-1)
+                    rows[:, 1] = (out.weights * out.nll).sum(-1)
+                    rows[:, 2] = positions.to(rows)
+                if stop.asked():
+                    return None
+        accepted, loss, positions = runtime.sum(found_A3).cpu().unbind(-1)
+        return {"heldout/walk_tau": self._walk(accepted.long().tolist(), positions.long().tolist()),
+                "heldout/all_anchors_tau": 1.0 + accepted.mean().item(), "heldout/loss_per_anchor": loss.mean().item(),
+                "heldout/anchors": float(self.anchors), "heldout/samples": float(len(self.samples))}
+
+    def _walk(self, accepted: list[int], positions: list[int]) -> float:
+        emitted = steps = first = 0
+        for entry in self.samples:
+            end = first + entry.anchors
+            emitted_here, steps_here = walk(accepted[first:end], positions[first:end])
+            emitted, steps, first = emitted + emitted_here, steps + steps_here, end
+        return emitted / steps
+
+
+def walk(accepted: list[int], positions: list[int]) -> tuple[int, int]:
+    """(tokens emitted, steps taken) along one sample's valid anchors, ascending `positions`.
+
+    A step at position p accepts a tokens and emits a + 1, so the next one stands at p + a + 1, or at the first valid
+    anchor behind it where that is none (a response has ended and another begins).
+    """
+    emitted = steps = at = 0
+    for count, position in zip(accepted, positions):
+        if position >= at:
+            emitted, steps, at = emitted + count + 1, steps + 1, position + count + 1
+    return emitted, steps
