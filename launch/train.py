@@ -16,11 +16,14 @@ from pathlib import Path
 
 from data_prep.errors import UserError
 from pipeline import checkpoint
-from pipeline.batches import StepDataset, StepPlan
+from pipeline.batches import StepDataset
 from pipeline.config import RunConfig, load_run
 from pipeline.dataset import TrainingData, open_dataset
 from pipeline.drafter import DFlashDrafter
 from pipeline.heldout import HeldoutSet, split
+from pipeline.loader import read_ahead
+from pipeline.order import StepPlan
+from pipeline.passes import Passes
 from pipeline.runtime import Runtime, fail, start, versions
 from pipeline.sizes import expected, measured, parameter_counts
 from pipeline.start import start_from_drafter, start_from_target
@@ -42,7 +45,7 @@ def parse() -> argparse.Namespace:
     return parser.parse_intermixed_args()  # overrides may follow options
 
 
-def build(run: RunConfig, data: TrainingData, plan: StepPlan, heldout: list, ds_config: dict, runtime: Runtime, stop,
+def build(run: RunConfig, data: TrainingData, dataset: StepDataset, heldout: list, ds_config: dict, runtime: Runtime, stop,
           marker_of):
     """The trainer with its engine, head and data, at step 0."""
     from pipeline.engine import build_engine, recompute_layers
@@ -52,11 +55,8 @@ def build(run: RunConfig, data: TrainingData, plan: StepPlan, heldout: list, ds_
     head = TargetHead.load(run.target_path, data.manifest, runtime.device, runtime.dtype)
     drafter = initial_drafter(run, data)
     engine = build_engine(recompute_layers(drafter) if run.optim.activation_checkpointing else drafter, ds_config, runtime)
-    dataset = StepDataset(run.data_path, plan, rank=runtime.rank, world=runtime.world, micro_batch=run.optim.micro_batch,
-                          max_anchors=run.loss.max_anchors, block_size=data.drafter.block_size,
-                          mask_token_id=data.drafter.mask_token_id)
-    evaluation = HeldoutSet(run.data_path, heldout, run, data.drafter.mask_token_id) if heldout else None
-    return Trainer(run, runtime, engine, head, dataset, evaluation, total_steps(run, plan), stop, marker_of)
+    evaluation = HeldoutSet(data.reader, heldout, run, data.drafter.mask_token_id) if heldout else None
+    return Trainer(run, runtime, engine, head, dataset, evaluation, total_steps(run, dataset.plan), stop, marker_of)
 
 
 def initial_drafter(run: RunConfig, data: TrainingData) -> DFlashDrafter:
@@ -71,9 +71,13 @@ def total_steps(run: RunConfig, plan: StepPlan) -> int:
     return min(plan.steps, run.optim.max_steps or plan.steps)
 
 
-def describe(run: RunConfig, data: TrainingData, plan: StepPlan, heldout: list, ds_config: dict, runtime: Runtime) -> str:
+def describe(run: RunConfig, data: TrainingData, dataset: StepDataset, heldout: list, ds_config: dict,
+             runtime: Runtime) -> str:
     """What is about to happen, in numbers."""
+    plan, passes = dataset.plan, dataset.passes
     counts, steps = parameter_counts(data.drafter), total_steps(run, plan)
+    workers, ahead = read_ahead(run.data.workers, run.data.prefetch_bytes, dataset.largest_bytes)
+    rows = f"rows of up to {passes.pack_tokens} tokens" if passes.pack_tokens else "sequences"
     count = counts["all"]
     zero = ds_config.get("zero_optimization", {})
     stage, offload = zero.get("stage", 0), zero.get("offload_optimizer", {}).get("device", "none")
@@ -93,7 +97,11 @@ def describe(run: RunConfig, data: TrainingData, plan: StepPlan, heldout: list, 
         f"loss     {run.loss.credit}, alpha {run.loss.alpha:g}, up to {run.loss.max_anchors} anchors a sequence, "
         f"normalisation {run.loss.normalisation}",
         f"steps    {steps} of {run.optim.global_batch} sequences = {runtime.world} ranks x "
-        f"{run.accumulation(runtime.world)} micro-batches x {run.optim.micro_batch}{dropped}",
+        f"{passes.per_step} micro-batches x {run.optim.micro_batch} {rows}{dropped}",
+        f"reading  {len(data.manifest.shards)} shards of {data.reader.source}; {workers} processes a rank read ahead {ahead} "
+        f"micro-batches each of at most {dataset.largest_bytes / 2**20:.1f} MiB; padding {passes.padding.share:.1%} of the "
+        f"positions ({passes.padding.waiting_share:.1%} with ranks that wait for the longest row); a damaged sample: "
+        f"{run.data.on_error}",
         f"memory   per rank under ZeRO-{stage}: {state}{f' ({offload})' if offload != 'none' else ''}; frozen embedding and "
         f"head {tables * runtime.dtype.itemsize / 2**20:.0f} MiB; activations and logits come on top",
         f"storage  dataset {sum(s.bytes for s in data.manifest.shards) / 2**20:.0f} MiB; a checkpoint "
@@ -122,8 +130,11 @@ def train(args: argparse.Namespace) -> int:
     from pipeline.stop import StopRequest
     from pipeline.trainer import Progress
 
-    ds_config = resolve_ds_config(args.ds_config, run, runtime)
-    runtime.say(describe(run, data, plan, heldout, ds_config, runtime))
+    passes = Passes(plan, runtime.world, run.optim.micro_batch, run.data.pack_tokens)
+    dataset = StepDataset(data.reader, passes, rank=runtime.rank, max_anchors=run.loss.max_anchors,
+                          block_size=data.drafter.block_size, mask_token_id=data.drafter.mask_token_id)
+    ds_config = resolve_ds_config(args.ds_config, run, runtime, passes.per_step)
+    runtime.say(describe(run, data, dataset, heldout, ds_config, runtime))
     if args.dry_run:
         runtime.say(json.dumps(run.model_dump(mode="json"), indent=2))
         return 0
@@ -145,7 +156,7 @@ def train(args: argparse.Namespace) -> int:
             runtime.say(f"{folder / tag} holds all {steps} steps: nothing to do")
             return 0
     with StopRequest(run.out, runtime).installed() as stop:
-        trainer = build(run, data, plan, heldout, ds_config, runtime, stop, marker_of)
+        trainer = build(run, data, dataset, heldout, ds_config, runtime, stop, marker_of)
         trainer.progress = progress
         runtime.say(f"sharded  rank 0 holds {measured(trainer.engine)}")
         if tag:

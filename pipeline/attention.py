@@ -106,8 +106,8 @@ def grouped_block_attention(
     block_size: int,
 ) -> Tensor:
     """Masked attention of N blocks a row, Q = N * block_size; returns [B, H, Q, D]. rows: of `block_groups`."""
-    outputs = [_attend_rows(*(t[first:last] for t in (q_BHQD, context_k_BGSD, context_v_BGSD, block_k_BGQD, block_v_BGQD)),
-                            groups, block_size) for first, last, groups in rows]
+    tensors = (q_BHQD, context_k_BGSD, context_v_BGSD, block_k_BGQD, block_v_BGQD)
+    outputs = [_attend_rows(*(t[first:last] for t in tensors), groups, block_size) for first, last, groups in rows]
     return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
 
 
@@ -120,10 +120,10 @@ def _attend_rows(q: Tensor, context_k: Tensor, context_v: Tensor, block_k: Tenso
     sizes = [g.blocks * block_size for g in groups]
     outputs = []
     for group, q_part, k_part, v_part in zip(groups, *(t.split(sizes, dim=2) for t in (q, block_k, block_v))):
+        seen = slice(cuts.index(group.low), cuts.index(group.high))
         # An empty context stays in the graph: under ZeRO every parameter needs a gradient in every pass, if only zeros.
-        low, high = cuts.index(group.low), cuts.index(group.high)
-        ks, vs = (chunks[low:high] or (whole[:, :, :0],) for chunks, whole in ((context_ks, context_k), (context_vs, context_v)))
-        k, v = torch.cat([*ks, k_part], dim=2), torch.cat([*vs, v_part], dim=2)
+        k = torch.cat([*(context_ks[seen] or (context_k[:, :, :0],)), k_part], dim=2)
+        v = torch.cat([*(context_vs[seen] or (context_v[:, :, :0],)), v_part], dim=2)
         outputs.append(_attend(q_part, k, v, group.visible_B1QT))
     return torch.cat(outputs, dim=2)
 

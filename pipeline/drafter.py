@@ -129,7 +129,8 @@ class DFlashDrafter(nn.Module):
         """Fused target features [B, S, D], shared by all layers."""
         return self.hidden_norm(self.fc(features_BSE))
 
-    def forward(self, noise_BTD: Tensor, features_BSE: Tensor, anchors_BN: Tensor, starts_BN: Tensor | None = None) -> Tensor:
+    def forward(self, noise_BTD: Tensor, features_BSE: Tensor, anchors_BN: Tensor,
+                starts_BN: Tensor | None = None) -> Tensor:
         """Hidden states [B, N*K, D] of all blocks of a row in one masked pass (after the final norm).
 
         noise_BTD: embedded blocks, slot 0 the anchor's token, the others the mask token; features_BSE: the stored

@@ -19,14 +19,13 @@ from pipeline.runtime import Runtime
 _MISSING = object()
 
 
-def _owned_values(run: RunConfig, runtime: Runtime) -> dict[str, tuple[object, str]]:
+def _owned_values(run: RunConfig, runtime: Runtime, passes: int) -> dict[str, tuple[object, str]]:
     """DeepSpeed key -> (value, where the value comes from)."""
     optim = run.optim
     return {
-        "train_batch_size": (optim.global_batch, "optim.global_batch"),
+        "train_batch_size": (passes * runtime.world * optim.micro_batch, "rows of a step: optim.global_batch unless packed"),
         "train_micro_batch_size_per_gpu": (optim.micro_batch, "optim.micro_batch"),
-        "gradient_accumulation_steps": (run.accumulation(runtime.world),
-                                        f"optim.global_batch / (optim.micro_batch x {runtime.world} ranks)"),
+        "gradient_accumulation_steps": (passes, "passes of a step, see pipeline/passes.py"),
         "gradient_clipping": (optim.clip, "optim.clip"),
         "optimizer.params.lr": (optim.lr, "optim.lr"),
         "optimizer.params.betas": (list(optim.betas), "optim.betas"),
@@ -36,8 +35,10 @@ def _owned_values(run: RunConfig, runtime: Runtime) -> dict[str, tuple[object, s
     }
 
 
-def resolve_ds_config(path: str | Path, run: RunConfig, runtime: Runtime) -> dict:
-    """DeepSpeed's configuration with every "auto" filled in. UserError names both sides of a contradiction."""
+def resolve_ds_config(path: str | Path, run: RunConfig, runtime: Runtime, passes: int) -> dict:
+    """DeepSpeed's configuration with every "auto" filled in. UserError names both sides of a contradiction.
+
+    passes: forward passes of a rank per optimizer step."""
     path = Path(path)
     if not path.is_file():
         raise UserError(f"DeepSpeed configuration {path} does not exist; the ready ones are in ds_configs/")
@@ -50,7 +51,7 @@ def resolve_ds_config(path: str | Path, run: RunConfig, runtime: Runtime) -> dic
                         "the run file (optim.lr, optim.warmup_ratio, optim.min_lr); remove it")
     if config.get("fp16", {}).get("enabled"):
         raise UserError(f"{path} enables fp16: hidden states overflow it; remove the section, bf16 is chosen by `precision`")
-    for name, (value, owner) in _owned_values(run, runtime).items():
+    for name, (value, owner) in _owned_values(run, runtime, passes).items():
         *sections, key = name.split(".")
         section = config
         for part in sections:

@@ -13,17 +13,18 @@ and what they return is put together by position, not added up.
 """
 import hashlib
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from data_prep.errors import UserError
 from data_prep.manifest import SampleEntry
-from data_prep.samples import anchor_positions, read_sample
+from data_prep.samples import anchor_positions
 from pipeline.anchors import block_input_ids, block_labels
 from pipeline.batches import MicroBatch
 from pipeline.config import RunConfig
+from pipeline.loader import refuse_together
+from pipeline.reader import SampleReader
 
 
 def split(entries: list[SampleEntry], share: float) -> tuple[list[SampleEntry], list[SampleEntry]]:
@@ -54,8 +55,8 @@ class Pass:
 class HeldoutSet:
     """The samples of an evaluation and how ranks share their anchors."""
 
-    def __init__(self, folder: Path, entries: list[SampleEntry], run: RunConfig, mask_token_id: int):
-        self.folder, self.mask_token_id = folder, mask_token_id
+    def __init__(self, reader: SampleReader, entries: list[SampleEntry], run: RunConfig, mask_token_id: int):
+        self.reader, self.mask_token_id = reader, mask_token_id
         self.block_size = run.drafter.block_size
         chosen = sorted((e for e in entries if e.anchors), key=lambda e: _place(e.key))[:run.evaluation.samples]
         self.samples = chosen
@@ -69,7 +70,7 @@ class HeldoutSet:
 
     def batch(self, one: Pass) -> tuple[MicroBatch, Tensor]:
         """The blocks of one pass, one row, and their anchors' positions [N]."""
-        sample = read_sample(self.folder / one.entry.shard, one.entry.offset, one.entry.nbytes)
+        sample = self.reader.read(one.entry)
         positions = anchor_positions(sample["loss_mask"])[one.skip:one.skip + one.count]
         ids_1S, anchors_1N = sample["input_ids"].long()[None], positions[None]
         used_1N = torch.ones_like(anchors_1N, dtype=torch.bool)
@@ -89,7 +90,12 @@ class HeldoutSet:
                 mine = at + runtime.rank
                 # Ranks without a pass of their own repeat one, since all take part in gathering the weights.
                 one = self.passes[min(mine, len(self.passes) - 1)]
-                micro_batch, positions = self.batch(one)
+                problem = None
+                try:
+                    micro_batch, positions = self.batch(one)
+                except UserError as error:
+                    problem = str(error)
+                refuse_together("the held-out evaluation", problem, runtime)
                 micro_batch = micro_batch.to(runtime.device, runtime.dtype)
                 out, mask_NJ = forward(micro_batch), micro_batch.mask_BNJ[0]
                 if mine < len(self.passes):

@@ -46,9 +46,3 @@ class StopRequest:
     def clear(self) -> None:
         """Forgets the file, so that the next start does not stop again."""
         self.file.unlink(missing_ok=True)
-
-
-def ignore_signals(_worker: int) -> None:
-    """For reading workers: they die with their rank, and a signal meant for the rank must not make them do anything."""
-    for number in (*SIGNALS, signal.SIGINT):
-        signal.signal(number, signal.SIG_IGN)

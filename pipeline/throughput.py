@@ -33,7 +33,7 @@ def flops(mb: MicroBatch, config: DrafterConfig) -> float:
     blocks = int(used_BN.sum())
     per_context_token = len(config.target_layer_ids) * D * D + config.num_hidden_layers * 2 * D * key
     per_slot = config.num_hidden_layers * (2 * D * query + 2 * D * key + 3 * D * config.intermediate_size)
-    scores = K * (int(mb.anchors_BN[used_BN].sum()) + blocks * K)
+    scores = K * (int(mb.positions_BN[used_BN].sum()) + blocks * K)
     drafter = mb.real_tokens * per_context_token + blocks * K * per_slot + config.num_hidden_layers * 2 * query * scores
     head = int(mb.mask_BNJ.sum()) * D * config.vocab_size
     return 2.0 * (3 * drafter + 2 * head)

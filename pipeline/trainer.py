@@ -8,7 +8,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
-from torch.utils.data import DataLoader
 
 from data_prep.errors import UserError
 from pipeline import checkpoint
@@ -16,12 +15,13 @@ from pipeline.batches import MicroBatch, StepDataset
 from pipeline.config import RunConfig
 from pipeline.engine import set_learning_rate, step_was_skipped
 from pipeline.heldout import HeldoutSet
+from pipeline.loader import StepBatch, StepLoader, agree
 from pipeline.loss import BlockLoss, block_loss
 from pipeline.metrics import MetricsLog, step_metrics, tally
 from pipeline.normalisation import denominator
 from pipeline.runtime import Runtime
 from pipeline.schedule import learning_rate
-from pipeline.stop import PREEMPTED, StopRequest, ignore_signals
+from pipeline.stop import PREEMPTED, StopRequest
 from pipeline.target_head import TargetHead
 from pipeline.throughput import Speed, flops
 
@@ -50,31 +50,31 @@ class Trainer:
     marker_of: Callable[[Progress, float | None], checkpoint.Marker]  # from progress and held-out number
     progress: Progress = field(default_factory=Progress)
 
-    def step(self, step: int, micro_batches: list[MicroBatch]) -> tuple[dict[str, float], bool]:
+    def step(self, step: int, batch: StepBatch) -> tuple[dict[str, float], bool]:
         """One optimizer step (0-based). Returns its metrics and whether any rank was asked to stop."""
         loss, runtime = self.run.loss, self.runtime
-        operations = sum(flops(mb, self.engine.module.config) for mb in micro_batches)  # counted before they leave the CPU
-        micro_batches = [mb.to(runtime.device, runtime.dtype) for mb in micro_batches]
-        shares = [denominator(loss.normalisation, loss.credit, mb.mask_BNJ.flatten(0, 1), sequences=len(mb.keys),
-                              gamma=loss.gamma) for mb in micro_batches]
-        # Where nothing is supervised the loss is 0, and so is its gradient.
-        total = runtime.sum(torch.stack(shares).sum()).item() or 1.0
+        micro_batches = batch.micro_batches
+        share = sum((denominator(loss.normalisation, loss.credit, mb.mask_BNJ.flatten(0, 1), sequences=len(mb.keys),
+                                 gamma=loss.gamma) for mb in micro_batches), torch.zeros((), dtype=torch.float64))
+        total, damaged = agree(step, batch, share.to(runtime.device), self.run.data.on_error, runtime)
+        total = total or 1.0  # where nothing is supervised the loss is 0, and so is its gradient
         lr = learning_rate(step, self.total_steps, peak=self.run.optim.lr, minimum=self.run.optim.min_lr,
                            warmup_ratio=self.run.optim.warmup_ratio)
         set_learning_rate(self.engine, lr)
-        sums = sum(self._backward(mb, total) for mb in micro_batches)
+        sums = sum(self._backward(mb.to(runtime.device, runtime.dtype), total) for mb in micro_batches)
         counts = [self.stop.seen, sum(len(mb.keys) for mb in micro_batches), sum(mb.real_tokens for mb in micro_batches),
-                  sum(mb.features_BSE.shape[:2].numel() for mb in micro_batches), operations]
+                  sum(mb.features_BSE.shape[:2].numel() for mb in micro_batches),
+                  sum(flops(mb, self.engine.module.config) for mb in micro_batches)]
         summed = runtime.sum(torch.cat([sums, torch.tensor(counts, dtype=torch.float64, device=runtime.device)]))
         stops, sequences, tokens, places, operations = summed[-len(counts):].tolist()
         values = step_metrics(summed[:-len(counts)], total) | {
             "lr": lr, "grad_norm": float(self.engine.get_global_grad_norm()), "sequences": sequences, "tokens": tokens,
-            "padding_share": 1 - tokens / places, "flops": operations}
+            "padding_share": 1 - tokens / places, "flops": operations, "damaged_samples": damaged}
         return values, stops > 0
 
     def _forward(self, mb: MicroBatch) -> BlockLoss:
         loss, K = self.run.loss, self.run.drafter.block_size
-        hidden_BTD = self.engine(self.head.embed(mb.block_ids_BT), mb.features_BSE, mb.anchors_BN)
+        hidden_BTD = self.engine(self.head.embed(mb.block_ids_BT), mb.features_BSE, mb.anchors_BN, mb.starts_BN)
         return block_loss(hidden_BTD.unflatten(1, (-1, K)).flatten(0, 1), self.head.head_VD, mb.labels_BNJ.flatten(0, 1),
                           mb.mask_BNJ.flatten(0, 1), loss.credit, alpha=loss.alpha, gamma=loss.gamma)
 
@@ -108,32 +108,30 @@ class Trainer:
     def train(self) -> int:
         """Runs the steps that `progress` says are left; returns the exit code: 0, or PREEMPTED after a stop."""
         run, runtime, progress = self.run, self.runtime, self.progress
-        loader = DataLoader(self.data, batch_size=None, sampler=range(progress.done, self.total_steps),
-                            num_workers=run.data.workers, pin_memory=runtime.device.type == "cuda",
-                            worker_init_fn=ignore_signals)
         log = MetricsLog(run.out, progress.done, progress.evaluated) if runtime.rank == 0 else None
         speed = Speed(runtime.device, runtime.precision, runtime.world)
         stopping = False if progress.evaluated else self._evaluate(log, again=True)
-        batches = iter(loader)
-        while progress.done < self.total_steps and not stopping:
-            speed.start()
-            micro_batches = next(batches)
-            speed.data_arrived()
-            values, stopping = self.step(progress.done, micro_batches)
-            self._count_skips(progress.done, values)
-            values |= speed.values(values)
-            progress.done += 1
-            last = progress.done == self.total_steps
-            if log:
-                log.write(progress.done, values, show=progress.done % run.log.every == 0 or last, total=self.total_steps)
-            every = run.evaluation.every if self.heldout else None
-            progress.evaluated = not (every and (progress.done % every == 0 or last))
-            due = progress.done % run.checkpoint.every == 0 or last
-            if not progress.evaluated and not stopping:
-                stopping = self._evaluate(log, due)
-            elif due or stopping:
-                self._save(None)
-                stopping = stopping or self.stop.asked()
+        with StepLoader(self.data, progress.done, self.total_steps, workers=run.data.workers, budget=run.data.prefetch_bytes,
+                        pin_memory=runtime.device.type == "cuda") as batches:
+            while progress.done < self.total_steps and not stopping:
+                speed.start()
+                batch = next(batches)
+                speed.data_arrived()
+                values, stopping = self.step(progress.done, batch)
+                self._count_skips(progress.done, values)
+                values |= speed.values(values)
+                progress.done += 1
+                last = progress.done == self.total_steps
+                if log:
+                    log.write(progress.done, values, show=progress.done % run.log.every == 0 or last, total=self.total_steps)
+                every = run.evaluation.every if self.heldout else None
+                progress.evaluated = not (every and (progress.done % every == 0 or last))
+                due = progress.done % run.checkpoint.every == 0 or last
+                if not progress.evaluated and not stopping:
+                    stopping = self._evaluate(log, due)
+                elif due or stopping:
+                    self._save(None)
+                    stopping = stopping or self.stop.asked()
         if log:
             log.close()
         if stopping and runtime.rank == 0:

@@ -78,7 +78,8 @@ def test_packed_documents_equal_the_dense_oracle_that_hides_them_from_each_other
 
 
 def test_no_group_of_a_packed_row_scores_more_than_one_document():
-    anchors, starts, _ = packed_case([400, 300, 500], [list(range(0, 400, 9)), [5], list(range(3, 500, 7))], [1200], [[7]])
+    per_document = [list(range(0, 400, 9)), [5], list(range(3, 500, 7))]
+    anchors, starts, _ = packed_case([400, 300, 500], per_document, [1200], [[7]])
     (_, _, groups), _ = block_groups(anchors, starts, 16)
     scored = sum(g.blocks * 16 * (g.high - g.low + 16 * g.blocks) for g in groups)
     visible = sum(16 * (a - s + 16) for a, s in zip(anchors[0].tolist(), starts[0].tolist()))

@@ -10,6 +10,8 @@ from data_prep.manifest import Manifest, SampleEntry, read_index
 from pipeline.config import RunConfig
 from pipeline.heldout import HeldoutSet, split, walk
 from pipeline.loss import BlockLoss
+from pipeline.reader import SampleReader
+from pipeline.sources import LocalFolder
 from tests.datasets import MASK_ID, make_run_folder
 
 
@@ -54,7 +56,7 @@ def test_the_walk_visits_the_anchors_that_serving_visits():
 
 
 class World:
-    """Ranks one after another: what they sum is added up at the end."""
+    """Ranks one after another: what they sum is added up at the end; none has a problem to tell the others."""
 
     device, dtype = torch.device("cpu"), torch.float32
 
@@ -62,6 +64,8 @@ class World:
         self.rank, self.world, self.total = rank, world, total
 
     def sum(self, values):
+        if values.dim() == 0:
+            return values
         self.total.append(values.clone())
         return torch.stack(self.total).sum(0)
 
@@ -79,9 +83,11 @@ def oracle(wrong_every):
 @pytest.fixture
 def heldout(tmp_path):
     folder = make_run_folder(tmp_path / "run") / "dataset"
-    _, held = split(read_index(folder, Manifest.read(folder)), 0.3)
+    manifest = Manifest.read(folder)
+    entries = read_index(folder, manifest)
+    _, held = split(entries, 0.3)
     run = RunConfig(out=tmp_path, drafter={"block_size": 5}, loss={"max_anchors": 4})
-    return HeldoutSet(folder, held, run, MASK_ID)
+    return HeldoutSet(SampleReader(LocalFolder(folder), manifest, entries), held, run, MASK_ID)
 
 
 def test_the_numbers_are_the_same_for_1_2_and_3_ranks_and_each_anchor_counts_once(heldout):
