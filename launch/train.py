@@ -55,7 +55,8 @@ def build(run: RunConfig, data: TrainingData, dataset: StepDataset, heldout: lis
     head = TargetHead.load(run.target_path, data.manifest, runtime.device, runtime.dtype)
     drafter = initial_drafter(run, data)
     engine = build_engine(recompute_layers(drafter) if run.optim.activation_checkpointing else drafter, ds_config, runtime)
-    evaluation = HeldoutSet(data.reader, heldout, run, data.drafter.mask_token_id) if heldout else None
+    evaluate = heldout and run.evaluation.every
+    evaluation = HeldoutSet(data.reader, heldout, run, data.drafter.mask_token_id) if evaluate else None
     return Trainer(run, runtime, engine, head, dataset, evaluation, total_steps(run, dataset.plan), stop, marker_of)
 
 
@@ -85,7 +86,8 @@ def describe(run: RunConfig, data: TrainingData, dataset: StepDataset, heldout: 
     tables = (1 if data.manifest.target.tied else 2) * data.manifest.target.vocab_size * data.manifest.target.hidden_size
     kept = run.checkpoint.keep + (steps // run.checkpoint.keep_every if run.checkpoint.keep_every else 0) + bool(heldout)
     dropped = "" if steps < plan.steps else f", the last {plan.unused} draws fill no step and are not used"
-    aside = f"; {len(heldout)} more held out, evaluated every {run.evaluation.every} steps" if heldout else "; none held out"
+    evaluated = f"evaluated every {run.evaluation.every} steps" if run.evaluation.every else "not evaluated"
+    aside = f"; {len(heldout)} more held out, {evaluated}" if heldout else "; none held out"
     return "\n".join([
         f"target   {data.manifest.target.name}: {data.manifest.target.num_hidden_layers} layers, hidden "
         f"{data.manifest.target.hidden_size}, features of layers {data.manifest.features.layer_ids}",
@@ -121,7 +123,7 @@ def clear_results(run: RunConfig, runtime: Runtime) -> None:
 def train(args: argparse.Namespace) -> int:
     run = load_run(args.run, args.overrides)
     data = open_dataset(run)
-    kept, heldout = split(data.entries, run.evaluation.share if run.evaluation.every else 0.0)
+    kept, heldout = split(data.entries, run.evaluation.share)
     plan = StepPlan(kept, run.seed, run.optim.epochs, run.optim.global_batch)
     folder = run.out / "checkpoints"
     tag = checkpoint.resolve_resume(folder, args.resume) if args.resume else None
@@ -143,15 +145,19 @@ def train(args: argparse.Namespace) -> int:
     def marker_of(progress: Progress, number: float | None) -> checkpoint.Marker:
         return checkpoint.Marker(
             progress.done, steps, run.model_dump(mode="json"), data.drafter.to_public(runtime.dtype), data.manifest.sha256(),
-            runtime.world, known, progress.skipped, progress.skipped_in_row, progress.evaluated, number)
+            runtime.world, known, skipped=progress.skipped, skipped_in_row=progress.skipped_in_row,
+            evaluated=progress.evaluated, heldout=number)
 
+    for broken, why in checkpoint.flaws(folder).items():
+        runtime.say(f"{folder / broken} {why} and is not used")
     progress = Progress()
     if tag:
         marker = checkpoint.read_marker(folder, tag)
         for change in checkpoint.check_marker(marker, marker_of(progress, None), override=args.override,
                                               where=str(folder / tag)):
             runtime.say(f"--override: {change}")
-        progress = Progress(marker.step, marker.skipped, marker.skipped_in_row, marker.evaluated or not heldout)
+        evaluated = marker.evaluated or not (heldout and run.evaluation.every)
+        progress = Progress(marker.step, marker.skipped, marker.skipped_in_row, evaluated)
         if progress.done >= steps and progress.evaluated:
             runtime.say(f"{folder / tag} holds all {steps} steps: nothing to do")
             return 0
@@ -170,16 +176,17 @@ def train(args: argparse.Namespace) -> int:
 
 
 def resume(trainer, folder: Path, tag: str, runtime: Runtime) -> None:
-    """Loads `tag`; what lies in the way of the steps to come is moved aside or, where it is incomplete, removed."""
+    """Loads `tag`; complete checkpoints of later steps are moved aside."""
+    from pipeline.engine import set_hyperparameters
+
     saved_ranks = checkpoint.read_marker(folder, tag).world
     checkpoint.load(trainer.engine, folder, tag, runtime)
+    set_hyperparameters(trainer.engine, trainer.run.optim)
     ranks = "" if saved_ranks == runtime.world else f", saved by {saved_ranks} ranks and shared out to {runtime.world}"
     runtime.say(f"resuming from {folder / tag}: step {trainer.progress.done} of {trainer.total_steps}{ranks}")
     if runtime.rank == 0:
         if aside := checkpoint.set_newer_aside(folder, tag):
             runtime.say(f"newer checkpoints moved to {aside}")
-        for broken in checkpoint.remove_incomplete(folder):
-            runtime.say(f"{folder / broken} is incomplete (a save was interrupted) and is removed")
 
 
 def main() -> int:

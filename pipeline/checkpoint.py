@@ -5,16 +5,17 @@
     checkpoints/latest        the newest complete tag
     checkpoints/best          the tag with the best held-out number
 
-A tag without `complete.json` does not exist for any reader. Pruning keeps the newest `checkpoint.keep`, those of every
-`checkpoint.keep_every` steps and the best; the last one always stays. Nothing of the frozen target is in here: embedding
-and head are no parameters of the drafter. Any number of ranks can load what any other has saved.
+A tag without `complete.json`, or whose files do not have the sizes that are written there, is never loaded. Pruning keeps
+the newest `checkpoint.keep`, those of every `checkpoint.keep_every` steps and the best; the last one always stays. Nothing
+of the frozen target is in here: embedding and head are no parameters of the drafter. Any number of ranks can load what any
+other has saved.
 """
 import json
 import os
 import re
 import shutil
 from collections.abc import Collection
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -46,6 +47,7 @@ class Marker:
     manifest_sha256: str
     world: int
     versions: dict
+    files: dict = field(default_factory=dict)  # name -> bytes of what the ranks wrote
     skipped: int = 0  # steps so far whose loss or gradient was not finite
     skipped_in_row: int = 0
     evaluated: bool = True  # False: the held-out evaluation due at this step was cut short
@@ -58,10 +60,28 @@ def tag_of(step: int) -> str:
 
 def complete_tags(folder: Path) -> list[str]:
     """Tags that can be loaded, oldest first."""
-    if not folder.is_dir():
-        return []
-    return sorted((p.name for p in folder.iterdir() if _TAG.fullmatch(p.name) and (p / MARKER).is_file()),
-                  key=lambda tag: int(tag.removeprefix("step")))
+    return [tag for tag in _tags(folder) if not flaw(folder, tag)]
+
+
+def _tags(folder: Path) -> list[str]:
+    names = [p.name for p in folder.iterdir() if _TAG.fullmatch(p.name)] if folder.is_dir() else []
+    return sorted(names, key=lambda tag: int(tag.removeprefix("step")))
+
+
+def flaw(folder: Path, tag: str) -> str | None:
+    """Why a tag cannot be loaded; None where it can."""
+    if not (folder / tag / MARKER).is_file():
+        return f"is incomplete (it has no {MARKER}: a save was interrupted)"
+    for name, expected in read_marker(folder, tag).files.items():
+        path = folder / tag / name
+        found = path.stat().st_size if path.is_file() else 0
+        if found != expected:
+            return f"is damaged ({name} has {found} bytes instead of {expected})"
+    return None
+
+
+def flaws(folder: Path) -> dict[str, str]:
+    return {tag: found for tag in _tags(folder) if (found := flaw(folder, tag))}
 
 
 def read_marker(folder: Path, tag: str) -> Marker:
@@ -75,18 +95,9 @@ def resolve_resume(folder: Path, resume: str) -> str | None:
         return tags[-1] if tags else None
     if resume in tags:
         return resume
-    state = "is incomplete (it has no complete.json)" if (folder / resume).is_dir() else "does not exist"
+    state = flaw(folder, resume) if (folder / resume).is_dir() else "does not exist"
     raise UserError(f"--resume {resume}: {folder / resume} {state}; complete checkpoints there: {', '.join(tags) or 'none'}. "
                     "Name one of them, or use `--resume auto`")
-
-
-def remove_incomplete(folder: Path) -> list[str]:
-    """Removes what interrupted saves left; returns the names."""
-    complete = set(complete_tags(folder))
-    broken = sorted(p.name for p in folder.iterdir() if _TAG.fullmatch(p.name) and p.name not in complete)
-    for name in broken:
-        shutil.rmtree(folder / name)
-    return broken
 
 
 def best_tag(folder: Path) -> str | None:
@@ -106,7 +117,8 @@ def save(engine, folder: Path, marker: Marker, section: CheckpointSection, runti
     dist.barrier()
     if runtime.rank == 0:
         _sync_files(folder / tag)
-        _write_marker(folder, marker)
+        files = {path.name: path.stat().st_size for path in sorted((folder / tag).iterdir()) if path.is_file()}
+        _write_marker(folder, replace(marker, files=files))
         write_atomic(folder / LATEST, tag.encode())
         best = best_tag(folder)
         if best:

@@ -12,7 +12,7 @@ import torch
 import torch.utils.checkpoint
 
 from data_prep.errors import UserError
-from pipeline.config import RunConfig
+from pipeline.config import OptimSection, RunConfig
 from pipeline.drafter import DFlashDrafter
 from pipeline.runtime import Runtime
 
@@ -49,6 +49,9 @@ def resolve_ds_config(path: str | Path, run: RunConfig, runtime: Runtime, passes
     if "scheduler" in config:
         raise UserError(f"{path} has a `scheduler`: the learning rate is a function of the optimizer step and belongs to "
                         "the run file (optim.lr, optim.warmup_ratio, optim.min_lr); remove it")
+    if (stage := config.get("zero_optimization", {}).get("stage")) not in (2, 3):
+        raise UserError(f"{path} says zero_optimization.stage = {stage}: this project runs and tests stages 3 and 2; take one "
+                        "of ds_configs/")
     if config.get("fp16", {}).get("enabled"):
         raise UserError(f"{path} enables fp16: hidden states overflow it; remove the section, bf16 is chosen by `precision`")
     for name, (value, owner) in _owned_values(run, runtime, passes).items():
@@ -75,11 +78,18 @@ def _autos(tree, name: str = "") -> list[str]:
 def build_engine(drafter: DFlashDrafter, ds_config: dict, runtime: Runtime) -> deepspeed.DeepSpeedEngine:
     """Partitions the drafter and its optimizer state; all ranks must hold the same drafter (rank 0's is broadcast)."""
     engine, *_ = deepspeed.initialize(model=drafter, config=ds_config, model_parameters=list(drafter.parameters()))
-    masters = {tensor.dtype for tensor in getattr(engine.optimizer, "fp32_partitioned_groups_flat", [])}
+    masters = {tensor.dtype for tensor in master_weights(engine)}
     if masters - {torch.float32}:
         raise UserError(f"DeepSpeed keeps master weights in {masters}: they must be float32, or norm weights never move; "
                         "remove the setting that changes it from the DeepSpeed JSON")
     return engine
+
+
+def master_weights(engine: deepspeed.DeepSpeedEngine) -> list[torch.Tensor]:
+    """This rank's flat pieces of the master weights."""
+    optimizer = engine.optimizer
+    return (optimizer.fp32_partitioned_groups_flat if engine.zero_optimization_stage() == 3
+            else optimizer.single_partition_of_fp32_groups)
 
 
 def recompute_layers(drafter: DFlashDrafter) -> DFlashDrafter:
@@ -93,6 +103,13 @@ def step_was_skipped(engine: deepspeed.DeepSpeedEngine) -> bool:
     """Whether the optimizer step just made changed nothing, because a gradient on any rank was not finite. The norm that
     decides it is the global one, so all ranks give the same answer."""
     return bool(engine.optimizer.overflow)
+
+
+def set_hyperparameters(engine: deepspeed.DeepSpeedEngine, optim: OptimSection) -> None:
+    """The run file's values in place of those that a loaded checkpoint brought along."""
+    for group in engine.optimizer.param_groups:
+        group.update(betas=tuple(optim.betas), eps=optim.eps, weight_decay=optim.weight_decay)
+    engine.optimizer.clip_grad = optim.clip
 
 
 def set_learning_rate(engine: deepspeed.DeepSpeedEngine, lr: float) -> None:

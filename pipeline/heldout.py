@@ -67,6 +67,9 @@ class HeldoutSet:
                 self.passes.append(Pass(entry, skip, count, first))
                 first += count
         self.anchors = first
+        if not first:
+            raise UserError(f"none of the {len(entries)} held-out samples has a valid anchor; raise evaluation.share, or set "
+                            "evaluation.every to null")
 
     def batch(self, one: Pass) -> tuple[MicroBatch, Tensor]:
         """The blocks of one pass, one row, and their anchors' positions [N]."""

@@ -5,6 +5,7 @@ import torch
 
 from pipeline.drafter import DFlashDrafter
 from pipeline.drafter_config import DrafterConfig
+from pipeline.engine import master_weights
 
 MOMENTS = 2  # of AdamW
 
@@ -40,13 +41,12 @@ def expected(parameters: int, stage: int, world: int, itemsize: int) -> StateByt
 def measured(engine) -> StateBytes:
     """What this rank's engine holds. Moments appear with the first step and are counted as if they were there; small
     parameters that ZeRO-3 keeps whole (stage3_param_persistence_threshold) count whole."""
-    optimizer = engine.optimizer
+    masters = master_weights(engine)
     if engine.zero_optimization_stage() == 3:
         parameters = sum(_bytes(p.ds_tensor) + _bytes(p.data) for p in engine.module.parameters())
-        gradients, masters = [optimizer.grad_partitions_flat_buffer], optimizer.fp32_partitioned_groups_flat
+        gradients = [engine.optimizer.grad_partitions_flat_buffer]
     else:
         parameters = sum(_bytes(p.data) for p in engine.module.parameters())
-        masters = optimizer.single_partition_of_fp32_groups
         gradients = masters  # partitions of the same length and dtype, made anew every step
     return StateBytes(parameters, sum(map(_bytes, gradients)), (1 + MOMENTS) * sum(map(_bytes, masters)))
 

@@ -236,13 +236,17 @@ def test_the_export_equals_the_checkpoint_and_refuses_to_overwrite(two_ranks, tm
     assert second.returncode == 2 and "exists already and is not overwritten" in second.stderr
 
 
-def test_an_incomplete_checkpoint_is_invisible_and_the_previous_one_is_resumed(two, two_ranks, tmp_path):
+def test_incomplete_and_damaged_checkpoints_are_not_used_and_the_previous_one_is_resumed(two, two_ranks, tmp_path):
     out = copy(two_ranks, tmp_path / "torn", upto=10)
     (out / "checkpoints/step000010/complete.json").unlink()
-    assert checkpoint.complete_tags(out / "checkpoints")[-1] == "step000009"
+    torn = out / "checkpoints/step000009/zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    torn.write_bytes(torn.read_bytes()[:-100])
+    assert checkpoint.complete_tags(out / "checkpoints")[-1] == "step000008"
     done = two.train(out, *SETTINGS, "--resume", "auto")
-    assert "step000010 is incomplete" in done.stdout and "step 9 of 12" in done.stdout
-    assert losses(out) == losses(two_ranks)
+    assert "step000010 is incomplete" in done.stdout and f"step000009 is damaged ({torn.name} has " in done.stdout
+    assert "step 8 of 12" in done.stdout and losses(out) == losses(two_ranks)
+    named = two.train(copy(two_ranks, tmp_path / "named"), *SETTINGS, "--resume", "step000099", check=False)
+    assert named.returncode == 2 and "step000099 does not exist; complete checkpoints there: step000001, " in named.stdout
 
 
 def test_a_finished_run_resumed_says_so_and_changes_nothing(two, two_ranks):
@@ -367,8 +371,12 @@ def test_a_resume_under_other_settings_is_refused_by_name_unless_overridden(two,
     deeper = ("drafter.num_layers=3", "--override", "drafter.num_layers")
     shapes = two.train(out, *SETTINGS, "--resume", "auto", *deeper, check=False)
     assert shapes.returncode == 2 and "drafter.num_layers decide the shapes of the weights" in shapes.stdout
-    done = two.train(out, *changed, "--override", "optim.lr", "--override", "loss.alpha")
+    allowed = [word for key in ("optim.lr", "loss.alpha", "optim.weight_decay") for word in ("--override", key)]
+    done = two.train(out, *changed, "optim.weight_decay=0.1", *allowed)
     assert "--override: optim.lr 0.003 became 0.0001" in done.stdout
+    (path,) = (out / "checkpoints" / LAST).glob("zero_pp_rank_0_*_optim_states.pt")
+    state = torch.load(path, weights_only=False)["optimizer_state_dict"]["optimizer_state_dict"]
+    assert state["param_groups"][0]["weight_decay"] == 0.1
     assert losses(out)[:4] == losses(two_ranks)[:4] and losses(out)[5:] != losses(two_ranks)[5:]
 
 
@@ -376,7 +384,8 @@ def test_a_run_starts_from_the_weights_of_an_exported_drafter(one, folder, two_r
     out = copy(folder, tmp_path / "run")
     source = tmp_path / "drafter"
     drafter_of(two_ranks / "checkpoints", LAST).save_pretrained(source)
-    one.train(out, *SETTINGS, "optim.max_steps=1", f"drafter.init_from={source}")
+    done = one.train(out, *SETTINGS, "optim.max_steps=1", f"drafter.init_from={source}", "--resume", "auto")
+    assert f"starting from step 0 (no complete checkpoint in {out / 'checkpoints'})" in done.stdout
     ours, theirs = drafter_of(out / "checkpoints", "step000001", True).state_dict(), weights(two_ranks)
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
