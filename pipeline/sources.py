@@ -103,10 +103,10 @@ class RemoteFolder:
         for attempt in range(ATTEMPTS):
             try:
                 return read()
-            except FileNotFoundError as error:
-                raise UserError(f"{self.url}/{name} does not exist; correct data.path or upload the dataset again"
-                                ) from error
             except Exception as error:  # every protocol's library has exceptions of its own
+                if isinstance(error, FileNotFoundError) and not _passing(error.__cause__):
+                    raise UserError(f"{self.url}/{name} does not exist; correct data.path or upload the dataset again"
+                                    ) from error
                 if attempt + 1 == ATTEMPTS:
                     raise UserError(f"{self.url}/{name} cannot be read after {ATTEMPTS} attempts: {type(error).__name__} "
                                     f"{error}; check the server and the credentials, then continue with --resume auto"
@@ -120,7 +120,7 @@ class RemoteFolder:
             try:
                 return self._attempt(name, lambda: fs.info(f"{self.url}/{name}"))["size"]
             except UserError as error:
-                if isinstance(error.__cause__, FileNotFoundError):
+                if isinstance(error.__cause__, FileNotFoundError) and not _passing(error.__cause__.__cause__):
                     return None
                 raise
 
@@ -141,6 +141,11 @@ class RemoteFolder:
 
     def forget(self, name: str, begin: int, nbytes: int) -> bool:
         return True
+
+
+def _passing(cause: BaseException | None) -> bool:
+    """Whether what fsspec calls a missing file was a server or a network that failed: it does so for any failed HEAD."""
+    return getattr(cause, "status", 0) >= 500 or isinstance(cause, (TimeoutError, OSError))
 
 
 class CachedSource:

@@ -139,6 +139,8 @@ def test_a_server_that_fails_for_a_moment_is_asked_again_and_one_without_ranges_
     ours, entries = reader(folder, RemoteFolder(server.url))
     server.failures = 2
     assert equal(ours.read(entries[0]), entries[0].key) and waits[:2] == [1, 2]
+    server.failures = 2  # HEAD and GET of one attempt
+    assert ours.source.sizes(["000000.tar"]) == [(folder / "000000.tar").stat().st_size]
     server.ranges = False
     with pytest.raises(UserError, match="knows no byte ranges; use one that does"):
         ours.read(entries[1])
