@@ -12,6 +12,7 @@ count less than serving would give them. The numbers are the same for any number
 and what they return is put together by position, not added up.
 """
 import hashlib
+import sys
 from dataclasses import dataclass
 
 import torch
@@ -24,7 +25,7 @@ from pipeline.anchors import block_input_ids, block_labels
 from pipeline.batches import MicroBatch
 from pipeline.config import RunConfig
 from pipeline.loader import refuse_together
-from pipeline.reader import SampleReader
+from pipeline.reader import DamagedSample, SampleReader
 
 
 def split(entries: list[SampleEntry], share: float) -> tuple[list[SampleEntry], list[SampleEntry]]:
@@ -57,7 +58,7 @@ class HeldoutSet:
 
     def __init__(self, reader: SampleReader, entries: list[SampleEntry], run: RunConfig, mask_token_id: int):
         self.reader, self.mask_token_id = reader, mask_token_id
-        self.block_size = run.drafter.block_size
+        self.block_size, self.on_error = run.drafter.block_size, run.data.on_error
         chosen = sorted((e for e in entries if e.anchors), key=lambda e: _place(e.key))[:run.evaluation.samples]
         self.samples = chosen
         self.passes, first = [], 0
@@ -82,44 +83,63 @@ class HeldoutSet:
         return MicroBatch([one.entry.key], sample["hidden"].flatten(1)[None], block_ids, anchors_1N, labels, mask,
                           ids_1S.shape[1]), positions
 
+    def _nothing(self) -> MicroBatch:
+        """One unused block: a rank takes part in a pass whose sample is damaged."""
+        features, hidden = self.reader.features
+        block_ids_1K = torch.full((1, self.block_size), self.mask_token_id)
+        labels_11J = torch.zeros(1, 1, self.block_size - 1, dtype=torch.int64)
+        return MicroBatch([], torch.zeros(1, 1, features * hidden, dtype=torch.bfloat16), block_ids_1K,
+                          torch.zeros(1, 1, dtype=torch.int64), labels_11J, labels_11J.bool(), 0)
+
     def evaluate(self, forward, runtime, stop) -> dict[str, float] | None:
-        """The held-out numbers, the same on all ranks; None where a stop was asked for meanwhile.
+        """The held-out numbers, the same on all ranks; None where a stop was asked for meanwhile. Damaged samples end it on
+        all ranks, or are left out under data.on_error `skip`.
 
         forward: MicroBatch -> BlockLoss, a pass of the drafter that all ranks take together.
         """
-        found_A3 = torch.zeros(self.anchors, 3, dtype=torch.float64, device=runtime.device)  # accepted, loss, position
+        # accepted, loss, position, read
+        found_A4 = torch.zeros(self.anchors, 4, dtype=torch.float64, device=runtime.device)
         with torch.no_grad():
             for at in range(0, len(self.passes), runtime.world):
                 mine = at + runtime.rank
                 # Ranks without a pass of their own repeat one, since all take part in gathering the weights.
                 one = self.passes[min(mine, len(self.passes) - 1)]
-                problem = None
+                problem = positions = None
                 try:
                     micro_batch, positions = self.batch(one)
                 except UserError as error:
-                    problem = str(error)
+                    if self.on_error == "stop" or not isinstance(error, DamagedSample):
+                        problem = str(error)
+                    else:
+                        print(f"held-out evaluation, skipped: {error}", file=sys.stderr, flush=True)
+                        micro_batch = self._nothing()
                 refuse_together("the held-out evaluation", problem, runtime)
                 micro_batch = micro_batch.to(runtime.device, runtime.dtype)
                 out, mask_NJ = forward(micro_batch), micro_batch.mask_BNJ[0]
-                if mine < len(self.passes):
-                    rows = found_A3[one.first:one.first + one.count]
+                if mine < len(self.passes) and positions is not None:
+                    rows = found_A4[one.first:one.first + one.count]
                     rows[:, 0] = (out.correct & mask_NJ).long().cumprod(-1).sum(-1)
                     rows[:, 1] = (out.weights * out.nll).sum(-1)
                     rows[:, 2] = positions.to(rows)
+                    rows[:, 3] = 1
                 if stop.asked():
                     return None
-        accepted, loss, positions = runtime.sum(found_A3).cpu().unbind(-1)
-        return {"heldout/walk_tau": self._walk(accepted.long().tolist(), positions.long().tolist()),
-                "heldout/all_anchors_tau": 1.0 + accepted.mean().item(), "heldout/loss_per_anchor": loss.mean().item(),
-                "heldout/anchors": float(self.anchors), "heldout/samples": float(len(self.samples))}
+        return self._numbers(runtime.sum(found_A4).cpu())
 
-    def _walk(self, accepted: list[int], positions: list[int]) -> float:
-        emitted = steps = first = 0
-        for entry in self.samples:
-            end = first + entry.anchors
-            emitted_here, steps_here = walk(accepted[first:end], positions[first:end])
-            emitted, steps, first = emitted + emitted_here, steps + steps_here, end
-        return emitted / steps
+    def _numbers(self, found_A4: Tensor) -> dict[str, float]:
+        emitted = steps = samples = 0
+        of_samples = found_A4.split([entry.anchors for entry in self.samples])
+        for accepted, _, positions, read in (rows.unbind(-1) for rows in of_samples):
+            if read.all():
+                emitted_here, steps_here = walk(accepted.long().tolist(), positions.long().tolist())
+                emitted, steps, samples = emitted + emitted_here, steps + steps_here, samples + 1
+        if not samples:
+            raise UserError(f"all {len(self.samples)} held-out samples are damaged; restore the shards from a copy, or set "
+                            "evaluation.every to null")
+        accepted, loss, _, _ = found_A4[found_A4[:, 3] == 1].unbind(-1)
+        return {"heldout/walk_tau": emitted / steps, "heldout/all_anchors_tau": 1.0 + accepted.mean().item(),
+                "heldout/loss_per_anchor": loss.mean().item(), "heldout/anchors": float(len(accepted)),
+                "heldout/samples": float(samples)}
 
 
 def walk(accepted: list[int], positions: list[int]) -> tuple[int, int]:
