@@ -52,6 +52,9 @@ def resolve_ds_config(path: str | Path, run: RunConfig, runtime: Runtime, passes
     if (stage := config.get("zero_optimization", {}).get("stage")) not in (2, 3):
         raise UserError(f"{path} says zero_optimization.stage = {stage}: this project runs and tests stages 3 and 2; take one "
                         "of ds_configs/")
+    if "writer" in config.get("checkpoint", {}) or "datastates_ckpt" in config:
+        raise UserError(f"{path} asks for a checkpoint writer of its own (checkpoint.writer or datastates_ckpt): a "
+                        "checkpoint is marked complete when DeepSpeed's save returns, and these are not finished then; remove it")
     if config.get("fp16", {}).get("enabled"):
         raise UserError(f"{path} enables fp16: hidden states overflow it; remove the section, bf16 is chosen by `precision`")
     for name, (value, owner) in _owned_values(run, runtime, passes).items():

@@ -78,6 +78,7 @@ def test_every_auto_is_filled_by_its_owner(path):
     ({"gradient_clipping": 0.5}, ["gradient_clipping = 0.5", "the run says 1.0"]),
     ({"bf16": {"enabled": True}}, ["bf16.enabled = True", "the run says False", "precision (fp32 on cpu)"]),
     ({"fp16": {"enabled": True}}, ["enables fp16"]),
+    ({"checkpoint": {"writer": {"type": "FAST", "decoupled": True}}}, ["a checkpoint writer of its own", "remove it"]),
     ({"zero_optimization": {"stage": 1}}, ["zero_optimization.stage = 1", "stages 3 and 2"]),
     ({"scheduler": {"type": "WarmupLR"}}, ["has a `scheduler`", "optim.warmup_ratio"]),
     ({"zero_optimization": {"stage": 3, "reduce_bucket_size": "auto"}}, ["zero_optimization.reduce_bucket_size"])])
