@@ -17,7 +17,7 @@ from .errors import UserError
 from .estimate import check_room
 from .features import FeatureTaps
 from .files import create_atomic, remove_unfinished
-from .manifest import MANIFEST_NAME, Features, Manifest, Responses, check_shards, differences
+from .manifest import MANIFEST_NAME, Features, Manifest, Responses, differences
 from .merge import merge
 from .model import dtype_name, load_model
 from .plan import Batches, make_plan
@@ -130,7 +130,7 @@ def open_dataset(out: Path, fresh: Manifest, batches: Batches, numbers: range) -
             f"{out} holds {foreign[0]}, which is not in its manifest: a foreign shard; remove it or choose another --out."
         )
     if manifest.sealed:
-        check_shards(out, manifest)
+        _check_whole(out, manifest)
         return manifest
     for number in numbers:
         name = shard_name(number)
@@ -143,6 +143,16 @@ def open_dataset(out: Path, fresh: Manifest, batches: Batches, numbers: range) -
             if not known:
                 write_record(out, record)
     return manifest
+
+
+def _check_whole(out: Path, manifest: Manifest) -> None:
+    """UserError unless every shard of a sealed dataset is there in its full length."""
+    for shard in manifest.shards:
+        path = out / shard.name
+        size = path.stat().st_size if path.is_file() else None
+        if size != shard.bytes:
+            found = "is missing" if size is None else f"has {size} bytes, expected {shard.bytes}"
+            raise UserError(f"{path} {found}; restore it or start in an empty folder.")
 
 
 def _check_planned(record: Record, batches: Batches, number: int, out: Path) -> None:

@@ -183,22 +183,6 @@ class Manifest(_Strict):
             )
 
 
-def check_shards(folder: str | Path, manifest: Manifest) -> None:
-    """UserError unless every shard that `manifest` lists is there in its full length; no pattern is ever expanded."""
-    wrong = []
-    for shard in manifest.shards:
-        path = Path(folder) / shard.name
-        if not path.is_file():
-            wrong.append(f"{shard.name} is missing")
-        elif path.stat().st_size != shard.bytes:
-            wrong.append(f"{shard.name} has {path.stat().st_size} bytes, expected {shard.bytes}")
-    if wrong:
-        raise UserError(
-            f"{len(wrong)} of {len(manifest.shards)} shards of {folder} are not what its manifest lists: "
-            f"{'; '.join(wrong[:8])}; copy them again, or run `python -m data_prep verify {folder}`."
-        )
-
-
 class SampleEntry(NamedTuple):
     """Where a sample's tensors lie: `nbytes` bytes at `offset` of `shard`, and its counts."""
 

@@ -12,6 +12,15 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from data_prep.errors import UserError
 from pipeline.credit import DECAY_GAMMA
+from pipeline.sources import is_url
+
+# Keys that a resumed run may change freely: where things lie, how fast they come, what is shown and kept, how a step is
+# cut into passes. All others decide the numbers and are compared (pipeline/checkpoint.py).
+FREE_ON_RESUME = frozenset({
+    "out", "data.path", "data.pack_tokens", "data.on_error", "data.workers", "data.prefetch_bytes", "data.cache_dir",
+    "data.cache_bytes", "target.path", "drafter.init", "drafter.init_from", "optim.micro_batch",
+    "optim.activation_checkpointing", "optim.max_nonfinite", "checkpoint.every", "checkpoint.keep", "checkpoint.keep_every",
+    "evaluation.every", "log.every"})
 
 
 class _Section(BaseModel):
@@ -19,8 +28,15 @@ class _Section(BaseModel):
 
 
 class DataSection(_Section):
-    path: Path | None = Field(None, description="dataset folder (manifest.json and shards); default OUT/dataset")
+    path: str | None = Field(None, description="dataset folder (manifest.json and shards), or its URL for fsspec, such as "
+                                               "https://... or s3://...; default OUT/dataset")
+    pack_tokens: int | None = Field(None, ge=1, description="several documents share a row of at most so many tokens; null: "
+                                                            "one a row, padded to the longest of the micro-batch")
+    on_error: Literal["stop", "skip"] = Field("stop", description="a damaged sample ends the run, or is left out and counted")
     workers: int = Field(2, ge=0, description="processes per rank that read ahead; 0 reads in the training process")
+    prefetch_bytes: int = Field(2**31, ge=1, description="bytes of states that the workers of a rank hold at most")
+    cache_dir: Path | None = Field(None, description="where a URL's byte ranges are kept; a local disk; default OUT/cache")
+    cache_bytes: int = Field(10 * 2**30, ge=0, description="bytes that cache_dir takes at most; 0 keeps nothing")
 
 
 class TargetSection(_Section):
@@ -31,8 +47,10 @@ class TargetSection(_Section):
 class DrafterSection(_Section):
     num_layers: int = Field(5, ge=1, description="drafter layers; the paper uses 3 and 5")
     block_size: int = Field(16, ge=2, description="slots of a block, anchor included; block_size - 1 tokens are drafted")
-    start: Literal["random", "target"] = Field(
+    init: Literal["random", "target_layers"] = Field(
         "random", description="initial weights: drawn from the seed, or the target's own last layers (pipeline/start.py)")
+    init_from: Path | None = Field(None, description="drafter folder (exported or public) whose weights the run starts "
+                                                     "from; stands in for `init`")
     target_layer_ids: list[int] | None = Field(None, description="default: the dataset's; if set, must equal them")
     mask_token_id: int | None = Field(None, description="default: the dataset's; if set, must equal it")
 
@@ -59,12 +77,30 @@ class OptimSection(_Section):
     max_steps: int | None = Field(None, ge=1, description="stop after so many optimizer steps; the learning rate's "
                                                           "schedule ends there too")
     global_batch: int = Field(64, ge=1, description="sequences per optimizer step, over all ranks and micro-batches")
-    micro_batch: int = Field(1, ge=1, description="sequences per rank and forward pass")
+    micro_batch: int = Field(1, ge=1, description="rows per rank and forward pass; a row is one sequence, or several with "
+                                                  "data.pack_tokens")
+    max_nonfinite: int = Field(5, ge=1, description="steps in a row that are skipped because loss or gradient is not "
+                                                    "finite; at that many the run stops")
+    activation_checkpointing: bool = Field(False, description="recompute each drafter layer in the backward pass: less "
+                                                              "memory, about a third more time")
 
 
 class CheckpointSection(_Section):
     every: int = Field(500, ge=1, description="optimizer steps between checkpoints; the last step is always saved")
-    keep: int = Field(2, ge=1, description="complete checkpoints that stay on the disk")
+    keep: int = Field(2, ge=1, description="newest complete checkpoints that stay on the disk; the best one stays besides")
+    keep_every: int | None = Field(None, ge=1, description="checkpoints of steps divisible by this stay as well")
+
+
+class EvaluationSection(_Section):
+    every: int | None = Field(500, ge=1, description="optimizer steps between held-out evaluations; null: none")
+    share: float = Field(0.01, ge=0, lt=1, description="share of the samples, chosen by a hash of their keys, that is never "
+                                                       "trained on; 0: none, and no evaluation")
+    samples: int = Field(64, ge=1, description="held-out samples that an evaluation reads at most")
+
+
+class LogSection(_Section):
+    every: int = Field(10, ge=1, description="optimizer steps between lines on the terminal and columns of the heat map of "
+                                             "weight shares; metrics.jsonl and TensorBoard's scalars have every step")
 
 
 class RunConfig(_Section):
@@ -78,6 +114,8 @@ class RunConfig(_Section):
     loss: LossSection = LossSection()
     optim: OptimSection = OptimSection()
     checkpoint: CheckpointSection = CheckpointSection()
+    evaluation: EvaluationSection = EvaluationSection()
+    log: LogSection = LogSection()
 
     @model_validator(mode="after")
     def _cross_checks(self):
@@ -90,21 +128,19 @@ class RunConfig(_Section):
         return self
 
     @property
-    def data_path(self) -> Path:
-        return self.data.path or self.out / "dataset"
+    def data_path(self) -> Path | str:
+        """The dataset's folder, or its URL."""
+        if self.data.path is None:
+            return self.out / "dataset"
+        return self.data.path if is_url(self.data.path) else Path(self.data.path)
+
+    @property
+    def cache_path(self) -> Path:
+        return self.data.cache_dir or self.out / "cache"
 
     @property
     def target_path(self) -> Path:
         return self.target.path or self.out / "target"
-
-    def accumulation(self, world: int) -> int:
-        """Micro-batches per rank and optimizer step."""
-        per_pass = world * self.optim.micro_batch
-        if self.optim.global_batch % per_pass:
-            raise UserError(f"optim.global_batch {self.optim.global_batch} is no multiple of {world} ranks x "
-                            f"optim.micro_batch {self.optim.micro_batch} = {per_pass}: every rank takes equally many "
-                            "micro-batches; change one of the three")
-        return self.optim.global_batch // per_pass
 
 
 def load_run(path: str | Path, overrides: list[str] = ()) -> RunConfig:

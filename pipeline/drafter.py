@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm, Qwen3RotaryEmbedding, rotate_half
 
 from data_prep.errors import UserError
-from pipeline.attention import cached_block_attention, grouped_block_attention
+from pipeline.attention import Rows, block_groups, cached_block_attention, grouped_block_attention
 from pipeline.drafter_config import DrafterConfig
 
 
@@ -33,6 +33,17 @@ class ContextCache:
 def _rotate(x_BHTD: Tensor, cos_BTD: Tensor, sin_BTD: Tensor) -> Tensor:
     cos, sin = cos_BTD[:, None], sin_BTD[:, None]
     return x_BHTD * cos + rotate_half(x_BHTD) * sin
+
+
+def _document_positions(features_BSE: Tensor, starts_BN: Tensor | None) -> Tensor:
+    """int64 [B, S]: positions in the row, counted anew from every start. A document without blocks goes on counting
+    from the one before it; nothing looks at it."""
+    B, S, _ = features_BSE.shape
+    places_BS = torch.arange(S, device=features_BSE.device).expand(B, S)
+    if starts_BN is None:
+        return places_BS
+    begun_BS = torch.zeros_like(places_BS).scatter(1, starts_BN, starts_BN).cummax(1).values
+    return places_BS - begun_BS
 
 
 class BlockAttention(nn.Module):
@@ -63,10 +74,10 @@ class BlockAttention(nn.Module):
     def project(self, out_BHTD: Tensor) -> Tensor:
         return self.o_proj(out_BHTD.transpose(1, 2).flatten(2))
 
-    def forward(self, x_BTD: Tensor, rope, context_BSD: Tensor, context_rope, anchors_BN: Tensor) -> Tensor:
+    def forward(self, x_BTD: Tensor, rope, context_BSD: Tensor, context_rope, rows: list[Rows]) -> Tensor:
         context = self.keys_values(context_BSD, context_rope)
         block = self.keys_values(x_BTD, rope)
-        out = grouped_block_attention(self.queries(x_BTD, rope), *context, *block, anchors_BN, self.block_size)
+        out = grouped_block_attention(self.queries(x_BTD, rope), *context, *block, rows, self.block_size)
         return self.project(out)
 
     def attend_cached(self, x_BKD: Tensor, rope, context_k: Tensor, context_v: Tensor) -> Tensor:
@@ -86,8 +97,8 @@ class DrafterLayer(nn.Module):
     def _mlp(self, x_BTD: Tensor) -> Tensor:
         return x_BTD + self.mlp(self.post_attention_layernorm(x_BTD))
 
-    def forward(self, x_BTD: Tensor, rope, context_BSD: Tensor, context_rope, anchors_BN: Tensor) -> Tensor:
-        return self._mlp(x_BTD + self.self_attn(self.input_layernorm(x_BTD), rope, context_BSD, context_rope, anchors_BN))
+    def forward(self, x_BTD: Tensor, rope, context_BSD: Tensor, context_rope, rows: list[Rows]) -> Tensor:
+        return self._mlp(x_BTD + self.self_attn(self.input_layernorm(x_BTD), rope, context_BSD, context_rope, rows))
 
     def draft(self, x_BKD: Tensor, rope, context_k: Tensor, context_v: Tensor) -> Tensor:
         return self._mlp(x_BKD + self.self_attn.attend_cached(self.input_layernorm(x_BKD), rope, context_k, context_v))
@@ -118,21 +129,25 @@ class DFlashDrafter(nn.Module):
         """Fused target features [B, S, D], shared by all layers."""
         return self.hidden_norm(self.fc(features_BSE))
 
-    def forward(self, noise_BTD: Tensor, features_BSE: Tensor, anchors_BN: Tensor) -> Tensor:
+    def forward(self, noise_BTD: Tensor, features_BSE: Tensor, anchors_BN: Tensor,
+                starts_BN: Tensor | None = None) -> Tensor:
         """Hidden states [B, N*K, D] of all blocks of a row in one masked pass (after the final norm).
 
         noise_BTD: embedded blocks, slot 0 the anchor's token, the others the mask token; features_BSE: the stored
-        states of the target; anchors_BN: int64 positions, 0 for an unused block. Slot k of a block sits at anchor + k.
+        states of the target; anchors_BN: int64 places in the row, 0 for an unused block; starts_BN: where the block's
+        document begins in a row that holds several, 0 for an unused block; None: one document a row. Positions are
+        those of the document: slot k of a block sits at anchor - start + k.
         """
-        B, S, _ = features_BSE.shape
         K = self.config.block_size
-        context_BSD = self.context(features_BSE)
-        context_rope = self.rotary_emb(noise_BTD, torch.arange(S, device=noise_BTD.device).expand(B, S))
         slots = torch.arange(K, device=noise_BTD.device)
-        rope = self.rotary_emb(noise_BTD, (anchors_BN[:, :, None] + slots).flatten(1))
+        positions_BN = anchors_BN if starts_BN is None else anchors_BN - starts_BN
+        rope = self.rotary_emb(noise_BTD, (positions_BN[:, :, None] + slots).flatten(1))
+        context_BSD = self.context(features_BSE)
+        context_rope = self.rotary_emb(noise_BTD, _document_positions(features_BSE, starts_BN))
+        rows = block_groups(anchors_BN, starts_BN, K)
         x_BTD = noise_BTD
         for layer in self.layers:
-            x_BTD = layer(x_BTD, rope, context_BSD, context_rope, anchors_BN)
+            x_BTD = layer(x_BTD, rope, context_BSD, context_rope, rows)
         return self.norm(x_BTD)
 
     def new_cache(self) -> ContextCache:

@@ -1,4 +1,4 @@
-"""A drafter that starts from the target's own last layers instead of random weights.
+"""A drafter that starts from the target's own last layers, or from another drafter, instead of random weights.
 
 The drafter is as wide as its target and its layers have the target's shapes, so the target's last layers can be copied.
 They expect the residual stream behind the last feature layer: `fc` starts by passing on just that feature, and
@@ -39,10 +39,28 @@ def start_from_target(drafter: DFlashDrafter, target: Path) -> DFlashDrafter:
                 check_tensors({n: tuple(p.shape) for n, p in parameters.items()},
                               {n: tuple(t.shape) for n, t in tensors.items()}, f"layer {i} of {target}")
             except UserError as error:
-                raise UserError(f"{error}. Its layers do not fit into a drafter; set drafter.start to random") from error
+                raise UserError(f"{error}. Its layers do not fit into a drafter; set drafter.init to random") from error
             for name, parameter in parameters.items():
                 parameter.copy_(tensors[name])
         drafter.fc.weight.zero_()
         drafter.fc.weight[:, -D:].fill_diagonal_(PASS)
         drafter.hidden_norm.weight.copy_(stored[after_features]["input_layernorm.weight"])
+    return drafter
+
+
+def start_from_drafter(drafter: DFlashDrafter, folder: Path) -> DFlashDrafter:
+    """Copies the weights of the drafter in `folder` (exported here, or public) into `drafter`, in place.
+
+    UserError where its tensors have other shapes, or where it reads other layers or another mask token: its weights
+    would then mean something else.
+    """
+    other = DFlashDrafter.from_pretrained(folder)
+    pairs = [(name, getattr(other.config, name), getattr(drafter.config, name)) for name in ("target_layer_ids", "mask_token_id")]
+    differences = [f"{name} is {there} there and {here} here" for name, there, here in pairs if there != here]
+    if differences:
+        raise UserError(f"drafter.init_from {folder}: {'; '.join(differences)}; extract the dataset with its settings, or "
+                        "start from another drafter")
+    check_tensors({n: tuple(p.shape) for n, p in drafter.named_parameters()},
+                  {n: tuple(p.shape) for n, p in other.named_parameters()}, f"drafter.init_from {folder}")
+    drafter.load_state_dict(other.state_dict())
     return drafter

@@ -5,11 +5,16 @@ from pathlib import Path
 import torch
 
 from data_prep.files import canonical_json, sha256_hex
-from data_prep.manifest import INDEX_NAME, Manifest, Plan, Shard
+from data_prep.manifest import INDEX_NAME, Manifest, Plan, Shard, read_index
 from data_prep.shards import ShardWriter, shard_name
 from data_prep.target import target_facts, tokenizer_sha256
 from data_prep.tiny_target import make_tiny_target
 from data_prep.tokens import load_tokenizer, template_sha256
+from pipeline.batches import StepDataset
+from pipeline.order import StepPlan
+from pipeline.passes import Passes
+from pipeline.reader import SampleReader
+from pipeline.sources import LocalFolder
 
 SHARD_SAMPLES = (7, 3, 5, 1, 4, 6)
 LAYER_IDS, MASK_ID, HIDDEN = [1, 3], 297, 32
@@ -25,13 +30,16 @@ def sample(key: int, vocab: int = 290) -> tuple[torch.Tensor, torch.Tensor, torc
     return ids, mask, torch.randn(S, len(LAYER_IDS), HIDDEN, generator=g).bfloat16()
 
 
-def make_dataset(folder: Path, target: Path, shard_samples=SHARD_SAMPLES) -> Path:
+def make_dataset(folder: Path, target: Path, shard_samples=SHARD_SAMPLES, not_finite=()) -> Path:
+    """not_finite: samples whose states hold a NaN."""
     folder.mkdir(parents=True)
     shards, lines, key = [], [], 0
     for number, count in enumerate(shard_samples):
         writer = ShardWriter(folder, shard_name(number))
         for _ in range(count):
             ids, mask, states = sample(key)
+            if key in not_finite:
+                states[0, 0, 0] = torch.nan
             writer.add(f"{key:06d}", {"id": f"s{key}"}, ids, mask, {"hidden": states})
             key += 1
         nbytes, digest = writer.finish()
@@ -53,12 +61,33 @@ def make_dataset(folder: Path, target: Path, shard_samples=SHARD_SAMPLES) -> Pat
     return folder
 
 
-def make_run_folder(out: Path, tied: bool = True, shard_samples=SHARD_SAMPLES) -> Path:
+def make_run_folder(out: Path, tied: bool = True, shard_samples=SHARD_SAMPLES, not_finite=()) -> Path:
     """OUT/target and OUT/dataset, as a run file with `out: OUT` expects them."""
     make_tiny_target(out / "target", tied=tied, hidden=HIDDEN)
-    make_dataset(out / "dataset", out / "target", shard_samples)
+    make_dataset(out / "dataset", out / "target", shard_samples, not_finite)
     return out
 
 
-def read_metrics(out: Path) -> list[dict]:
-    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+def step_dataset(folder: Path, rank=0, world=1, micro=1, batch=4, epochs=3, seed=5, anchors=6, pack=None,
+                 source=None) -> StepDataset:
+    """The batches of one rank, blocks of 4; source: where shards are read from, default the folder."""
+    manifest = Manifest.read(folder)
+    entries = read_index(folder, manifest)
+    passes = Passes(StepPlan(entries, seed, epochs, batch), world, micro, pack)
+    reader = SampleReader(source or LocalFolder(folder), manifest, entries)
+    return StepDataset(reader, passes, rank=rank, max_anchors=anchors, block_size=4, mask_token_id=MASK_ID)
+
+
+def damage(folder: Path, key: str) -> str:
+    """Flips a bit in the states of sample `key`; returns its shard's name."""
+    entry = next(e for e in read_index(folder, Manifest.read(folder)) if e.key == key)
+    with open(folder / entry.shard, "r+b") as file:
+        file.seek(entry.offset + entry.nbytes - 3)
+        (byte,) = file.read(1)
+        file.seek(-1, 1)
+        file.write(bytes([byte ^ 1]))
+    return entry.shard
+
+
+def read_metrics(out: Path, name: str = "metrics.jsonl") -> list[dict]:
+    return [json.loads(line) for line in (out / name).read_text().splitlines()]

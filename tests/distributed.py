@@ -1,12 +1,18 @@
-"""Runs the real training command on 1 or 2 ranks, as a user would start it."""
+"""Runs the real training command on ranks that are real processes, as a user would start it or several times in a row."""
+import json
 import os
+import select
+import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+
 DEEPSPEED = Path(sys.executable).with_name("deepspeed")
+SMOKE = "launch/runs/smoke.yaml"
 
 
 def free_port() -> str:
@@ -15,14 +21,71 @@ def free_port() -> str:
         return str(probe.getsockname()[1])
 
 
-def train(out: Path, *arguments: str, ranks: int = 1, run: str = "launch/runs/smoke.yaml",
-          ds_config: Path | str = "ds_configs/zero3.json", launcher: bool = True, check: bool = True,
-          **environment: str) -> subprocess.CompletedProcess:
-    """launch/train.py on OUT/target and OUT/dataset; `check` raises with its output where it fails."""
+def arguments_of(out: Path, arguments: tuple[str, ...], run: str = SMOKE,
+                 ds_config: Path | str = "ds_configs/zero3.json") -> list[str]:
+    return ["--ds_config", str(ds_config), "--run", run, f"out={out}", *arguments]
+
+
+def train(out: Path, *arguments: str, ranks: int = 1, launcher: bool = True, check: bool = True,
+          **options) -> subprocess.CompletedProcess:
+    """launch/train.py on OUT/target and OUT/dataset, started anew; `check` raises with its output where it fails."""
     start = [str(DEEPSPEED), "--num_accelerators", str(ranks), "--master_port", free_port()] if launcher else [sys.executable]
-    command = [*start, "launch/train.py", "--ds_config", str(ds_config), "--run", run, f"out={out}", *arguments]
+    command = [*start, "launch/train.py", *arguments_of(out, arguments, **options)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300,
-                          env={**os.environ, "OMP_NUM_THREADS": "1", **environment})
-    if check and done.returncode:
-        raise AssertionError(f"{' '.join(command)} exited {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}")
+                          env={**os.environ, "OMP_NUM_THREADS": "1"})
+    return _checked(done) if check else done
+
+
+def _checked(done: subprocess.CompletedProcess) -> subprocess.CompletedProcess:
+    if done.returncode:
+        raise AssertionError(f"{' '.join(done.args)} exited {done.returncode}\n{done.stdout[-6000:]}\n{done.stderr[-6000:]}")
     return done
+
+
+class Ranks:
+    """`world` processes of one process group that run the training command as often as asked (tests/rank_server.py)."""
+
+    def __init__(self, world: int, folder: Path):
+        self.logs = [folder / f"rank{rank}_of_{world}.log" for rank in range(world)]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(),
+                       "WORLD_SIZE": str(world)}
+        self.processes = [
+            subprocess.Popen([sys.executable, "-m", "tests.rank_server"], cwd=ROOT, stdin=subprocess.PIPE, bufsize=1,
+                             stdout=subprocess.PIPE, text=True, env={**environment, "RANK": str(r), "LOCAL_RANK": str(r)})
+            for r in range(world)]
+
+    def begin(self, out: Path, *arguments: str, **options) -> None:
+        self.arguments = arguments_of(out, arguments, **options)
+        for process, log in zip(self.processes, self.logs):
+            process.stdin.write(json.dumps([str(log), *self.arguments]) + "\n")
+            process.stdin.flush()
+
+    def end(self, timeout: float = 200) -> list[int]:
+        """The exit codes of all ranks."""
+        deadline, codes = time.monotonic() + timeout, []
+        for process in self.processes:
+            ready, _, _ = select.select([process.stdout], [], [], max(0.0, deadline - time.monotonic()))
+            answer = process.stdout.readline() if ready else ""
+            if not answer:
+                raise AssertionError(f"{self.arguments}: a rank died or hangs\n{self.output()[-8000:]}")
+            codes.append(int(answer))
+        return codes
+
+    def output(self) -> str:
+        return "\n".join(log.read_text() for log in self.logs if log.exists())
+
+    def train(self, out: Path, *arguments: str, check: bool = True, **options) -> subprocess.CompletedProcess:
+        """One run; the result's stdout is what all ranks printed."""
+        self.begin(out, *arguments, **options)
+        codes = self.end()
+        done = subprocess.CompletedProcess(self.arguments, codes[0], self.output(), "")
+        assert len(set(codes)) == 1, (codes, done.stdout[-8000:])
+        return _checked(done) if check else done
+
+    def signal(self, rank: int, number: int = signal.SIGTERM) -> None:
+        self.processes[rank].send_signal(number)
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.communicate()

@@ -8,8 +8,8 @@ from torch.utils.data import DataLoader
 from data_prep.errors import UserError
 from data_prep.manifest import Manifest, read_index
 from pipeline.anchors import draw_anchors
-from pipeline.batches import StepDataset, StepPlan
-from tests.datasets import MASK_ID, make_run_folder, sample
+from pipeline.order import StepPlan
+from tests.datasets import make_run_folder, sample, step_dataset
 
 N = 26  # samples in the six shards of 7/3/5/1/4/6
 
@@ -19,12 +19,6 @@ def folder(tmp_path_factory):
     return make_run_folder(tmp_path_factory.mktemp("batches") / "run") / "dataset"
 
 
-def dataset(folder, rank=0, world=1, micro=1, batch=4, epochs=3, seed=5, anchors=6):
-    plan = StepPlan(read_index(folder, Manifest.read(folder)), seed, epochs, batch)
-    return StepDataset(folder, plan, rank=rank, world=world, micro_batch=micro, max_anchors=anchors, block_size=4,
-                       mask_token_id=MASK_ID)
-
-
 def content(micro_batches):
     """key -> (anchors, labels) of one step, whoever read it."""
     return {key: (mb.anchors_BN[b][mb.mask_BNJ[b, :, 0]].tolist(), mb.labels_BNJ[b][mb.mask_BNJ[b, :, 0]].tolist())
@@ -32,7 +26,7 @@ def content(micro_batches):
 
 
 def test_every_sample_comes_once_an_epoch_and_the_tail_is_carried_over(folder):
-    plan = dataset(folder).plan
+    plan = step_dataset(folder).plan
     assert plan.steps == N * 3 // 4 and plan.unused == N * 3 % 4
     seen = Counter((item.entry.key, item.epoch) for t in range(plan.steps) for item in plan.items(t))
     assert set(seen.values()) == {1} and len(seen) == plan.steps * 4
@@ -44,7 +38,7 @@ def test_epochs_and_seeds_give_other_orders(folder):
         plan = StepPlan(read_index(folder, Manifest.read(folder)), seed, 2, N)
         return [i.entry.key for i in plan.items(first)]
 
-    plan = dataset(folder, batch=N, epochs=2).plan
+    plan = step_dataset(folder, batch=N, epochs=2).plan
     assert sorted(order(5, 0)) == sorted(order(5, 1))
     assert plan._order(0).tolist() != plan._order(1).tolist()
     assert StepPlan(plan.entries, 6, 2, N)._order(0).tolist() != plan._order(0).tolist()
@@ -52,8 +46,8 @@ def test_epochs_and_seeds_give_other_orders(folder):
 
 @pytest.mark.parametrize("world,micro", [(2, 1), (2, 2), (4, 1), (1, 4)])
 def test_a_step_has_the_same_samples_and_anchors_on_any_number_of_ranks(folder, world, micro):
-    alone = dataset(folder)
-    ranks = [dataset(folder, rank=r, world=world, micro=micro) for r in range(world)]
+    alone = step_dataset(folder)
+    ranks = [step_dataset(folder, rank=r, world=world, micro=micro) for r in range(world)]
     for step in (0, 6, 18):
         parts = [content(rank[step]) for rank in ranks]
         assert sum(map(len, parts)) == 4, "a sample is on two ranks"
@@ -63,7 +57,7 @@ def test_a_step_has_the_same_samples_and_anchors_on_any_number_of_ranks(folder, 
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_workers_and_a_late_start_change_nothing(folder, workers):
-    steps = dataset(folder)
+    steps = step_dataset(folder)
     loader = DataLoader(steps, batch_size=None, sampler=range(7, len(steps)), num_workers=workers)
     assert [content(mbs) for mbs in loader] == [content(steps[t]) for t in range(7, len(steps))]
 
@@ -86,7 +80,7 @@ def test_one_valid_anchor_is_one_anchor(supervised, anchors):
 
 
 def test_batches_hold_the_stored_values_and_padding_is_zero(folder):
-    (mb,) = dataset(folder, micro=4)[2]
+    (mb,) = step_dataset(folder, micro=4)[2]
     assert mb.features_BSE.dtype == torch.bfloat16
     for b, key in enumerate(mb.keys):
         ids, mask, hidden = sample(int(key))
@@ -97,7 +91,7 @@ def test_batches_hold_the_stored_values_and_padding_is_zero(folder):
 
 
 def test_unused_blocks_carry_anchor_zero_and_no_label(folder):
-    steps = dataset(folder, micro=4, anchors=500)
+    steps = step_dataset(folder, micro=4, anchors=500)
     for mb in steps[0]:
         unused = ~mb.mask_BNJ[:, :, 0]
         assert (mb.anchors_BN[unused] == 0).all() and not mb.mask_BNJ[unused].any()

@@ -8,7 +8,7 @@ from data_prep.target import read_config
 from data_prep.tiny_target import make_tiny_target
 from pipeline.drafter import DFlashDrafter
 from pipeline.drafter_config import DrafterConfig
-from pipeline.start import start_from_target
+from pipeline.start import start_from_drafter, start_from_target
 
 
 def drafter_for(folder, **changes):
@@ -39,5 +39,20 @@ def test_context_keys_and_values_of_step_0_are_those_of_the_targets_next_layer(t
 
 def test_a_target_whose_layers_do_not_fit_is_refused_with_the_remedy(tmp_path):
     make_tiny_target(tmp_path)
-    with pytest.raises(UserError, match="mlp.down_proj.weight is .* Its layers do not fit .* set drafter.start to random"):
+    with pytest.raises(UserError, match="mlp.down_proj.weight is .* Its layers do not fit .* set drafter.init to random"):
         start_from_target(drafter_for(tmp_path, intermediate_size=40), tmp_path)
+
+
+def test_a_drafter_starts_from_another_ones_weights_and_refuses_one_that_reads_other_layers(tmp_path):
+    make_tiny_target(tmp_path / "target")
+    source = drafter_for(tmp_path / "target").initialise(7)
+    source.save_pretrained(tmp_path / "drafter")
+    drafter = start_from_drafter(drafter_for(tmp_path / "target"), tmp_path / "drafter")
+    assert all(torch.equal(a, b) for a, b in zip(drafter.parameters(), source.parameters(), strict=True))
+    config = read_config(tmp_path / "target")
+    other = DFlashDrafter(DrafterConfig.for_target(config, num_layers=2, block_size=4, mask_token_id=299,
+                                                   target_layer_ids=[0, 2], vocab_size=300))
+    with pytest.raises(UserError, match=r"target_layer_ids is \(1, 3\) there and \(0, 2\) here"):
+        start_from_drafter(other, tmp_path / "drafter")
+    with pytest.raises(UserError, match="drafter.init_from .* does not hold exactly the tensors"):
+        start_from_drafter(drafter_for(tmp_path / "target", intermediate_size=40), tmp_path / "drafter")

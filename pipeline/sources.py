@@ -1,0 +1,203 @@
+"""Where the bytes of a dataset folder come from: a local folder, or a URL read through fsspec with a bounded cache.
+
+A source reads byte ranges, so a sample costs its own bytes and not its shard's. Whatever `fsspec` speaks works as a URL:
+`https://`, `s3://` (with s3fs), `gs://` (with gcsfs) and so on; `pip install .[remote]` brings what http needs.
+"""
+import fcntl
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Protocol
+
+from data_prep.errors import UserError
+
+ATTEMPTS = 4  # of one remote read, the waits between them 1, 2 and 4 s
+
+
+class Source(Protocol):
+    def sizes(self, names: list[str]) -> list[int | None]:
+        """Bytes of each file; None where there is no such file."""
+
+    def read(self, name: str) -> bytes:
+        """A whole file. UserError where it cannot be read."""
+
+    def read_range(self, name: str, begin: int, nbytes: int) -> bytearray:
+        """Bytes begin..begin+nbytes-1 of a file, fewer only where it ends before. UserError where it cannot be read."""
+
+    def forget(self, name: str, begin: int, nbytes: int) -> bool:
+        """Called when a range turned out damaged. True where reading it again may give other bytes."""
+
+
+def is_url(path: str | Path) -> bool:
+    return "://" in str(path)
+
+
+def open_source(path: str | Path) -> "Source":
+    return RemoteFolder(str(path)) if is_url(path) else LocalFolder(Path(path))
+
+
+class LocalFolder:
+    def __init__(self, folder: Path):
+        self.folder = folder
+
+    def __str__(self) -> str:
+        return str(self.folder)
+
+    def sizes(self, names: list[str]) -> list[int | None]:
+        paths = [self.folder / name for name in names]
+        return [path.stat().st_size if path.is_file() else None for path in paths]
+
+    def read(self, name: str) -> bytes:
+        try:
+            return (self.folder / name).read_bytes()
+        except OSError as error:
+            raise UserError(f"{self.folder / name} cannot be read: {error}; is {self.folder} mounted?") from error
+
+    def read_range(self, name: str, begin: int, nbytes: int) -> bytearray:
+        """One read straight into the memory that becomes the tensors."""
+        buffer = bytearray(nbytes)
+        try:
+            descriptor = os.open(self.folder / name, os.O_RDONLY)
+            try:
+                done = 0
+                while done < nbytes:  # Linux returns at most 2 GiB a call
+                    count = os.preadv(descriptor, [memoryview(buffer)[done:]], begin + done)
+                    if count == 0:
+                        break
+                    done += count
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            raise UserError(f"{self.folder / name} cannot be read: {error}; is {self.folder} mounted?") from error
+        del buffer[done:]
+        return buffer
+
+    def forget(self, name: str, begin: int, nbytes: int) -> bool:
+        return False
+
+
+class RemoteFolder:
+    def __init__(self, url: str):
+        self.url = url.rstrip("/")
+        self._pid, self._fs = None, None
+
+    def __str__(self) -> str:
+        return self.url
+
+    def _filesystem(self):
+        """One a process: connections must not be shared with forked workers."""
+        if self._pid != os.getpid():
+            try:
+                import fsspec
+
+                self._fs, _ = fsspec.core.url_to_fs(self.url)
+            except (ImportError, ValueError) as error:  # no library for the protocol; unknown protocol
+                raise UserError(f"{self.url} cannot be opened: {error}; `pip install '.[remote]'` brings what https:// "
+                                "needs, s3:// needs s3fs and gs:// gcsfs") from error
+            self._pid = os.getpid()
+        return self._fs
+
+    def _attempt(self, name: str, read):
+        """read(), again after a while where it fails: networks do."""
+        for attempt in range(ATTEMPTS):
+            try:
+                return read()
+            except Exception as error:  # every protocol's library has exceptions of its own
+                if isinstance(error, FileNotFoundError) and not _passing(error.__cause__):
+                    raise UserError(f"{self.url}/{name} does not exist; correct data.path or upload the dataset again"
+                                    ) from error
+                if attempt + 1 == ATTEMPTS:
+                    raise UserError(f"{self.url}/{name} cannot be read after {ATTEMPTS} attempts: {type(error).__name__} "
+                                    f"{error}; check the server and the credentials, then continue with --resume auto"
+                                    ) from error
+                time.sleep(2**attempt)
+
+    def sizes(self, names: list[str]) -> list[int | None]:
+        fs = self._filesystem()
+
+        def size(name: str) -> int | None:
+            try:
+                return self._attempt(name, lambda: fs.info(f"{self.url}/{name}"))["size"]
+            except UserError as error:
+                if isinstance(error.__cause__, FileNotFoundError) and not _passing(error.__cause__.__cause__):
+                    return None
+                raise
+
+        with ThreadPoolExecutor(16) as pool:
+            return list(pool.map(size, names))
+
+    def read(self, name: str) -> bytes:
+        fs = self._filesystem()
+        return self._attempt(name, lambda: fs.cat_file(f"{self.url}/{name}"))
+
+    def read_range(self, name: str, begin: int, nbytes: int) -> bytearray:
+        fs = self._filesystem()
+        content = self._attempt(name, lambda: fs.cat_file(f"{self.url}/{name}", start=begin, end=begin + nbytes))
+        if len(content) > nbytes:
+            raise UserError(f"{self.url}: the server answered a request for {nbytes} bytes with {len(content)}: it knows "
+                            "no byte ranges; use one that does, or copy the dataset and set data.path to the copy")
+        return bytearray(content)
+
+    def forget(self, name: str, begin: int, nbytes: int) -> bool:
+        return True
+
+
+def _passing(cause: BaseException | None) -> bool:
+    """Whether what fsspec calls a missing file was a server or a network that failed: it does so for any failed HEAD."""
+    return getattr(cause, "status", 0) >= 500 or isinstance(cause, (TimeoutError, OSError))
+
+
+class CachedSource:
+    """A source whose ranges are kept in a local folder, the least recently used going first. All processes of a machine
+    share PLACE/byte_ranges; the files in it, and there are no others, never take more than `limit` bytes together.
+
+    content: names the dataset's content, so that the ranges of another one under the same URL are never taken for it.
+    """
+
+    def __init__(self, source: Source, place: Path, content: str, limit: int):
+        self.root = place / "byte_ranges"
+        self.source, self.folder, self.limit = source, self.root / content, limit
+        self.folder.mkdir(parents=True, exist_ok=True)
+
+    def __str__(self) -> str:
+        return str(self.source)
+
+    def sizes(self, names: list[str]) -> list[int | None]:
+        return self.source.sizes(names)
+
+    def read(self, name: str) -> bytes:
+        return self.source.read(name)
+
+    def _path(self, name: str, begin: int, nbytes: int) -> Path:
+        return self.folder / f"{name}.{begin}.{nbytes}"
+
+    def read_range(self, name: str, begin: int, nbytes: int) -> bytearray:
+        path = self._path(name, begin, nbytes)
+        try:
+            buffer = LocalFolder(self.folder).read_range(path.name, 0, nbytes)
+            os.utime(path)
+            return buffer
+        except (UserError, FileNotFoundError):  # not kept, or dropped by another process meanwhile
+            buffer = self.source.read_range(name, begin, nbytes)
+        if len(buffer) == nbytes <= self.limit:
+            self._keep(path, buffer)
+        return buffer
+
+    def _keep(self, path: Path, buffer: bytearray) -> None:
+        with open(self.root / "lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            kept = sorted((file.stat().st_mtime_ns, file.stat().st_size, file) for file in self.root.glob("*/*"))
+            room = self.limit - sum(size for _, size, _ in kept) - len(buffer)
+            for _, size, file in kept:
+                if room >= 0:
+                    break
+                file.unlink()
+                room += size
+            temporary = path.with_name(f"{path.name}.{os.getpid()}")
+            temporary.write_bytes(buffer)
+            temporary.rename(path)
+
+    def forget(self, name: str, begin: int, nbytes: int) -> bool:
+        self._path(name, begin, nbytes).unlink(missing_ok=True)
+        return True
