@@ -100,12 +100,12 @@ def test_a_dataset_of_several_splits_asks_which_one_and_reads_that(tmp_path):
 @pytest.mark.parametrize(
     "name, content, complaint",
     [
-        ("a.jsonl.gz", gzip.compress(b'{"prompt": "x"}'), r"is compressed \(.gz\); unpack it first: inputs are"),
+        ("a.jsonl.gz", gzip.compress(b'{"prompt": "x"}', mtime=0), r"is compressed \(.gz\); unpack it first: inputs are"),
         ("a.csv", b"prompt\nx\n", r"ends in '.csv'; inputs are JSON lines"),
         ("prompts", b"{}", "ends in 'no suffix'; inputs are"),
         ("a.jsonl", b'{"prompt": "x"}\n{oops\n', "a.jsonl:2 is not JSON"),
         ("a.jsonl", b"[1]\n", "a.jsonl:1 is a list"),
-        ("a.jsonl", gzip.compress(b"x"), "is not UTF-8 text"),
+        ("a.jsonl", gzip.compress(b"x", mtime=0), "is not UTF-8 text"),
         ("a.json", b'[{"prompt": "x"}', "a.json is not JSON"),
         ("a.json", b'[{"prompt": "x"}, 3]', "a.json: row 2 is a int"),
         ("a.json", b'"x"', "a.json is a str; a JSON file is an array"),
