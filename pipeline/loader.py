@@ -8,6 +8,7 @@ import multiprocessing
 import resource
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -21,6 +22,8 @@ from pipeline.runtime import Runtime
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)  # meant for the rank, whose workers end with it
 READ_AHEAD = 8  # micro-batches per worker at most: more only delay the start
+POLL = 2  # s between looks at whether the workers live
+PATIENCE = 900  # s for one micro-batch, all attempts of a remote read included; then its worker counts as hanging
 
 
 @dataclass
@@ -78,7 +81,8 @@ class StepLoader:
         workers, ahead = read_ahead(workers, budget, data.largest_bytes)
         places = range(first * self.per_step, last * self.per_step)
         loader = DataLoader(_PassDataset(data), batch_size=None, sampler=places, num_workers=workers,
-                            prefetch_factor=ahead or None, pin_memory=pin_memory, worker_init_fn=_ignore_signals)
+                            prefetch_factor=ahead or None, pin_memory=pin_memory, worker_init_fn=_ignore_signals,
+                            timeout=POLL if workers else 0)
         # A tensor that a worker hands over holds a file descriptor as long as it lives.
         _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -105,21 +109,31 @@ class StepLoader:
     def __next__(self) -> StepBatch:
         batch = StepBatch()
         for _ in range(self.per_step):
-            try:
-                found = next(self._places)
-            except RuntimeError as error:
-                if all(worker.exitcode is None for worker in self._workers):
-                    raise
-                found = self._obituary(error)
+            found = self._wait()
             if isinstance(found, str):
                 batch.problem = found
                 break
             batch.micro_batches.append(found)
         return batch
 
+    def _wait(self) -> MicroBatch | str:
+        began = time.monotonic()
+        while True:
+            try:
+                return next(self._places)
+            except RuntimeError as error:  # torch's, after POLL seconds without a micro-batch or for a dead worker
+                if not self._workers:
+                    raise
+                alive = all(worker.exitcode is None for worker in self._workers)
+                if not alive or time.monotonic() - began > PATIENCE:
+                    return self._obituary(error)
+
     def _obituary(self, error: RuntimeError) -> str:
         dead = ", ".join(f"{worker.name} (pid {worker.pid}, exit code {worker.exitcode})"
                          for worker in self._workers if worker.exitcode is not None)
+        if not dead:
+            return (f"the reading processes {', '.join(str(worker.pid) for worker in self._workers)} delivered "
+                    f"nothing for {PATIENCE} s: {error}; check the disk or the server, then continue with --resume auto")
         return (f"reading process {dead} died: {error}. Exit code -9 is a kill, mostly for memory (lower "
                 "data.prefetch_bytes or data.workers, see `dmesg`); -7 is a full /dev/shm (enlarge it). The last checkpoint "
                 "is intact, continue with --resume auto")

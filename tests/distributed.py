@@ -1,11 +1,15 @@
 """Runs the real training command on ranks that are real processes, as a user would start it or several times in a row."""
+import atexit
+import contextlib
 import json
 import os
 import select
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -45,27 +49,44 @@ def _checked(done: subprocess.CompletedProcess) -> subprocess.CompletedProcess:
 class Ranks:
     """`world` processes of one process group that run the training command as often as asked (tests/rank_server.py)."""
 
+    _server = None  # forks the ranks of all groups
+
     def __init__(self, world: int, folder: Path):
-        self.logs = [folder / f"rank{rank}_of_{world}.log" for rank in range(world)]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(),
-                       "WORLD_SIZE": str(world)}
-        self.processes = [
-            subprocess.Popen([sys.executable, "-m", "tests.rank_server"], cwd=ROOT, stdin=subprocess.PIPE, bufsize=1,
-                             stdout=subprocess.PIPE, text=True, env={**environment, "RANK": str(r), "LOCAL_RANK": str(r)})
-            for r in range(world)]
+        self.world, self.logs = world, [folder / f"rank{rank}_of_{world}.log" for rank in range(world)]
+        environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": str(world)}
+        self._pids, self._commands, self._answers = [], [], []
+        pipes = Path(tempfile.mkdtemp(prefix="ranks-"))
+        for rank in range(world):
+            names = [str(pipes / f"{kind}{rank}") for kind in ("commands", "answers")]
+            for name in names:
+                os.mkfifo(name)
+            self._pids.append(self._fork({**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}, names))
+            self._commands.append(open(names[0], "w"))
+            self._answers.append(open(names[1]))
+        shutil.rmtree(pipes)
+
+    @classmethod
+    def _fork(cls, environment: dict[str, str], pipes: list[str]) -> int:
+        if cls._server is None or cls._server.poll() is not None:
+            cls._server = subprocess.Popen(
+                [sys.executable, "-m", "tests.rank_server"], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+                env={**os.environ, "OMP_NUM_THREADS": "1"})
+            atexit.register(cls._server.kill)
+        cls._server.stdin.write(json.dumps([environment, *pipes]) + "\n")
+        cls._server.stdin.flush()
+        return int(cls._server.stdout.readline())
 
     def begin(self, out: Path, *arguments: str, **options) -> None:
         self.arguments = arguments_of(out, arguments, **options)
-        for process, log in zip(self.processes, self.logs):
-            process.stdin.write(json.dumps([str(log), *self.arguments]) + "\n")
-            process.stdin.flush()
+        for commands, log in zip(self._commands, self.logs):
+            print(json.dumps([str(log), *self.arguments]), file=commands, flush=True)
 
     def end(self, timeout: float = 200) -> list[int]:
         """The exit codes of all ranks."""
         deadline, codes = time.monotonic() + timeout, []
-        for process in self.processes:
-            ready, _, _ = select.select([process.stdout], [], [], max(0.0, deadline - time.monotonic()))
-            answer = process.stdout.readline() if ready else ""
+        for answers in self._answers:
+            ready, _, _ = select.select([answers], [], [], max(0.0, deadline - time.monotonic()))
+            answer = answers.readline() if ready else ""
             if not answer:
                 raise AssertionError(f"{self.arguments}: a rank died or hangs\n{self.output()[-8000:]}")
             codes.append(int(answer))
@@ -83,9 +104,11 @@ class Ranks:
         return _checked(done) if check else done
 
     def signal(self, rank: int, number: int = signal.SIGTERM) -> None:
-        self.processes[rank].send_signal(number)
+        os.kill(self._pids[rank], number)
 
     def close(self) -> None:
-        for process in self.processes:
-            process.kill()
-            process.communicate()
+        for pid in self._pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        for pipe in (*self._commands, *self._answers):
+            pipe.close()

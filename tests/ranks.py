@@ -34,6 +34,7 @@ def run_ranks(body, world: int = 2, timeout: float = 30.0) -> list:
 
 
 def _rank(body, rank: int, world: int, store: str, pipe) -> None:
+    torch.set_num_threads(1)  # a forked process has none of the threads that its parent's OpenMP counts on
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
     try:

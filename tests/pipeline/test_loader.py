@@ -108,6 +108,16 @@ def test_a_killed_worker_is_named_on_its_rank_and_stops_the_other_one_at_the_sam
     assert str(dead).split(":")[0] == str(other).split(":")[0], "the ranks stopped at different steps"
 
 
+def test_a_worker_that_hangs_is_a_problem_and_not_a_wait_for_ever(made, monkeypatch):
+    data = step_dataset(made)
+    monkeypatch.setattr("pipeline.loader.PATIENCE", 1)
+    monkeypatch.setattr("pipeline.loader.POLL", 0.5)
+    monkeypatch.setattr(data.reader, "read", lambda entry: time.sleep(60))
+    monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.1)  # s to wait for workers at the end
+    with StepLoader(data, 0, len(data), workers=1, budget=2**20) as loader:
+        assert "delivered nothing for 1 s" in next(loader).problem
+
+
 def steps_of(folder, on_error, batch=4, pack=None):
     def body(runtime):
         data = step_dataset(folder, rank=runtime.rank, world=2, batch=batch, epochs=1, pack=pack)

@@ -11,10 +11,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from data_prep.errors import UserError
 from data_prep.target import read_embedding_and_head
 from pipeline import checkpoint
 from pipeline.drafter import DFlashDrafter
-from pipeline.export import drafter_of
+from pipeline.export import drafter_of, export
 from tests.datasets import make_run_folder, read_metrics
 from tests.distributed import ROOT, Ranks, train
 
@@ -136,11 +137,11 @@ def test_a_checkpoint_of_other_ranks_is_shared_out_by_the_resume_and_the_next_lo
     four = Ranks(4, folder.parent)
     try:
         for source, saved, group in ((two_ranks, 2, ranks[1]), (two_ranks, 2, four), (folder.parent / "one", 1, ranks[2])):
-            out = copy(source, tmp_path / f"{saved}_to_{len(group.processes)}", upto=4)
+            out = copy(source, tmp_path / f"{saved}_to_{group.world}", upto=4)
             done = group.train(out, *SETTINGS, "--resume", "auto")
-            assert f"saved by {saved} ranks and shared out to {len(group.processes)}" in done.stdout
+            assert f"saved by {saved} ranks and shared out to {group.world}" in done.stdout
             assert losses(out) == pytest.approx(losses(two_ranks), rel=1e-5)
-            assert checkpoint.read_marker(out / "checkpoints", LAST).world == len(group.processes)
+            assert checkpoint.read_marker(out / "checkpoints", LAST).world == group.world
     finally:
         four.close()
 
@@ -232,8 +233,8 @@ def test_the_export_equals_the_checkpoint_and_refuses_to_overwrite(two_ranks, tm
         assert torch.equal(ours(x, features, anchors), again(x, features, anchors))
     note = json.loads((tmp_path / "drafter/training.json").read_text())
     assert note["step"] == 12 and note["run"]["optim"]["max_steps"] == 12 and note["versions"]["deepspeed"]
-    second = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert second.returncode == 2 and "exists already and is not overwritten" in second.stderr
+    with pytest.raises(UserError, match="exists already and is not overwritten"):
+        export(two_ranks / "checkpoints", tmp_path / "drafter")
 
 
 def test_incomplete_and_damaged_checkpoints_are_not_used_and_the_previous_one_is_resumed(two, two_ranks, tmp_path):
