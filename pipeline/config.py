@@ -48,7 +48,8 @@ class DrafterSection(_Section):
     num_layers: int = Field(5, ge=1, description="drafter layers; the paper uses 3 and 5")
     block_size: int = Field(16, ge=2, description="slots of a block, anchor included; block_size - 1 tokens are drafted")
     init: Literal["random", "target_layers"] = Field(
-        "random", description="initial weights: drawn from the seed, or the target's own last layers (pipeline/start.py)")
+        "target_layers", description="initial weights: the target's own last layers (pipeline/start.py), or drawn from the "
+                                     "seed")
     init_from: Path | None = Field(None, description="drafter folder (exported or public) whose weights the run starts "
                                                      "from; stands in for `init`")
     target_layer_ids: list[int] | None = Field(None, description="default: the dataset's; if set, must equal them")
