@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The whole pipeline on a real model, from prompts to an accepted draft, with real DeepSpeed on this machine.
 #
-#   bash launch/quickstart.sh                  SmolLM2-135M-Instruct, 12 to 15 minutes on two CPU cores
+#   bash launch/quickstart.sh                  SmolLM2-135M-Instruct, 15 to 30 minutes on two CPU cores
 #   bash launch/quickstart.sh --target DIR     your own causal LM (a local Hugging Face folder)
 #   bash launch/quickstart.sh --smoke          the same stages with a tiny random target, under two minutes
 #   bash launch/quickstart.sh --out DIR        results there instead of runs/quickstart (or runs/smoke)
