@@ -90,3 +90,12 @@ def canonical_json(value: Any) -> bytes:
 def sha256_hex(content: bytes) -> str:
     """Hex SHA-256 of `content`."""
     return hashlib.sha256(content).hexdigest()
+
+
+def file_sha256(path: Path) -> str:
+    """Hex SHA-256 of the file `path`, which need not fit into memory."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while block := file.read(1 << 24):
+            digest.update(block)
+    return digest.hexdigest()

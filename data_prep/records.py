@@ -4,7 +4,6 @@ A record follows from its shard alone, so it can be made again from the tar when
 the one and writing the other, and it does not matter which process writes it.
 """
 
-import hashlib
 import json
 import tarfile
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any, NamedTuple
 from pydantic import ValidationError
 
 from .errors import UserError
-from .files import canonical_json, write_atomic
+from .files import canonical_json, file_sha256, write_atomic
 from .manifest import Manifest, SampleEntry, Shard, read_index
 from .samples import anchor_positions, decode_sample
 from .shards import shard_name
@@ -63,9 +62,7 @@ def scan_shard(path: Path) -> Record:
                 mask = decode_sample(content)["loss_mask"]
                 counts = (len(mask), int(mask.sum()), len(anchor_positions(mask)))
                 samples.append(SampleEntry(path.name, key, member.offset_data, member.size, *counts))
-        with open(path, "rb") as file:
-            digest = hashlib.file_digest(file, "sha256") if hasattr(hashlib, "file_digest") else _digest(file)
-        return make_record(samples, metas, path.stat().st_size, digest.hexdigest())
+        return make_record(samples, metas, path.stat().st_size, file_sha256(path))
     except (tarfile.ReadError, UserError, ValueError, KeyError, IndexError) as error:  # whatever foreign bytes give
         raise UserError(f"{path} is no finished shard of this dataset ({error}); remove it.") from error
 

@@ -12,7 +12,6 @@ Cost: two generations a prompt, three with --baseline. Exits 2 on a user's error
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import sys
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM
 
 from data_prep.errors import UserError
-from data_prep.files import canonical_json, sha256_hex, write_atomic
+from data_prep.files import canonical_json, file_sha256, sha256_hex, write_atomic
 from data_prep.messages import Message, flaw, open_turns, to_messages, to_tools
 from data_prep.sources import read_lines
 from data_prep.target import config_sha256, read_config, stop_token_ids, text_config
@@ -230,18 +229,10 @@ class Evaluation:
 
 def _identity(folder: Path) -> dict:
     """Hashes that name a model: its config's meaning and the bytes of its weight files."""
-    weights = {path.name: _file_sha256(path) for path in sorted(folder.glob("*.safetensors"))}
+    weights = {path.name: file_sha256(path) for path in sorted(folder.glob("*.safetensors"))}
     if not weights:
         raise UserError(f"{folder} holds no *.safetensors; save the model with safetensors")
     return {"name": str(folder), "config_sha256": config_sha256(folder), "weights_sha256": weights}
-
-
-def _file_sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while chunk := file.read(1 << 24):
-            digest.update(chunk)
-    return digest.hexdigest()
 
 
 def show(folder: Path) -> None:
