@@ -22,7 +22,7 @@ from .merge import merge
 from .model import dtype_name, load_model
 from .plan import Batches, make_plan
 from .recipe import Recipe
-from .records import Record, finished, read_record, scan_shard, write_record
+from .records import SUFFIX, Record, finished, read_record, scan_shard, write_record
 from .responses import read_meta
 from .shards import sample_bytes, shard_name
 from .target import check_layer_ids, feature_layer_ids, mask_token_id, stop_token_ids, target_facts, tokenizer_sha256
@@ -135,7 +135,7 @@ def open_dataset(out: Path, fresh: Manifest, batches: Batches, numbers: range) -
     for number in numbers:
         name = shard_name(number)
         remove_unfinished(out, name)
-        remove_unfinished(out, name + ".json")
+        remove_unfinished(out, name + SUFFIX)
         if name in shards:
             known = read_record(out, name)
             record = known or scan_shard(out / name)

@@ -115,20 +115,29 @@ def _check_shapes(tensors: dict[str, torch.Tensor]) -> None:
         )
 
 
-def read_sample(path: str | Path, offset: int, nbytes: int) -> dict[str, torch.Tensor]:
-    """The tensors of the sample at byte `offset` of the shard `path`: one read straight into the tensors' memory."""
+def read_range(path: str | Path, begin: int, nbytes: int) -> bytearray:
+    """Bytes begin..begin+nbytes-1 of a file, read straight into the memory that is returned; fewer where it ends before."""
     buffer = bytearray(nbytes)
     descriptor = os.open(path, os.O_RDONLY)
     try:
         done = 0
         while done < nbytes:  # Linux returns at most 2 GiB a call
-            count = os.preadv(descriptor, [memoryview(buffer)[done:]], offset + done)
+            count = os.preadv(descriptor, [memoryview(buffer)[done:]], begin + done)
             if count == 0:
-                raise UserError(
-                    f"shard {path} ends after {done} of the {nbytes} bytes of the sample at {offset}: it is cut short; "
-                    f"{REMEDY}."
-                )
+                break
             done += count
     finally:
         os.close(descriptor)
+    del buffer[done:]
+    return buffer
+
+
+def read_sample(path: str | Path, offset: int, nbytes: int) -> dict[str, torch.Tensor]:
+    """The tensors of the sample at byte `offset` of the shard `path`, in the memory that was read into."""
+    buffer = read_range(path, offset, nbytes)
+    if len(buffer) < nbytes:
+        raise UserError(
+            f"shard {path} ends after {len(buffer)} of the {nbytes} bytes of the sample at {offset}: it is cut short; "
+            f"{REMEDY}."
+        )
     return decode_sample(buffer)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Protocol
 
 from data_prep.errors import UserError
+from data_prep.samples import read_range
 
 ATTEMPTS = 4  # of one remote read, the waits between them 1, 2 and 4 s
 
@@ -56,22 +57,10 @@ class LocalFolder:
 
     def read_range(self, name: str, begin: int, nbytes: int) -> bytearray:
         """One read straight into the memory that becomes the tensors."""
-        buffer = bytearray(nbytes)
         try:
-            descriptor = os.open(self.folder / name, os.O_RDONLY)
-            try:
-                done = 0
-                while done < nbytes:  # Linux returns at most 2 GiB a call
-                    count = os.preadv(descriptor, [memoryview(buffer)[done:]], begin + done)
-                    if count == 0:
-                        break
-                    done += count
-            finally:
-                os.close(descriptor)
+            return read_range(self.folder / name, begin, nbytes)
         except OSError as error:
             raise UserError(f"{self.folder / name} cannot be read: {error}; is {self.folder} mounted?") from error
-        del buffer[done:]
-        return buffer
 
     def forget(self, name: str, begin: int, nbytes: int) -> bool:
         return False
