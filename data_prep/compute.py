@@ -15,6 +15,7 @@ from .manifest import Manifest
 from .plan import Batches, Planned
 from .records import make_record, write_record
 from .shards import ShardWriter, shard_name
+from .tokens import sample_tokens
 
 IN_FLIGHT = 2  # batches of states that may wait for the writer
 
@@ -34,11 +35,9 @@ def read_batch(responses: Path, batch: list[Planned]) -> list[Row]:
         for sample in batch:
             file.seek(sample.line)
             line = json.loads(file.readline())
-            ids = torch.tensor((line["prompt_token_ids"] + line["response_token_ids"])[: sample.tokens]).int()
-            mask = torch.zeros(len(ids), dtype=torch.uint8)
-            for span in sample.spans:
-                mask[span.start : span.end] = span.supervised
-            rows.append(Row(line, ids, mask))
+            spans = [(span.start, span.end) for span in sample.spans if span.supervised]
+            prompt, response = line["prompt_token_ids"], line["response_token_ids"]
+            rows.append(Row(line, *sample_tokens(prompt, response, sample.tokens, spans)))
     return rows
 
 

@@ -36,8 +36,6 @@ from .target import read_config, stop_token_ids, target_facts, text_config, toke
 from .tokens import check_template_args, load_tokenizer, template_sha256
 
 BATCHING = ("batch_size", "batch_tokens")  # fields of a local run's settings: rows, or else tokens that memory allows
-
-
 SHOWN = 3  # failures in the error's text
 
 

@@ -130,10 +130,14 @@ def parted(tokenizer: PreTrainedTokenizerBase, have: list[int], served: list[int
     return "at id {}: {} ...{!r}, serving renders ...{!r}".format(place, owner, *texts)
 
 
-def sample_tokens(prompt: list[int], response: list[int], max_length: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """input_ids int32 [S] = prompt + response, cut to `max_length`, and loss_mask uint8 [S], 1 exactly on response
-    ids.
+def sample_tokens(
+    prompt: list[int], response: list[int], max_length: int, spans: list[tuple[int, int]] | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """input_ids int32 [S] = prompt + response, cut to `max_length`, and loss_mask uint8 [S], 1 exactly on response ids:
+    those of `response`, or of the turns at `spans` [start, end) where the prompt holds earlier ones.
     """
     input_ids = torch.tensor((prompt + response)[:max_length], dtype=torch.int32)
-    loss_mask = (torch.arange(len(input_ids)) >= len(prompt)).to(torch.uint8)
+    loss_mask = torch.zeros(len(input_ids), dtype=torch.uint8)
+    for start, end in [(len(prompt), len(prompt) + len(response))] if spans is None else spans:
+        loss_mask[start:end] = 1
     return input_ids, loss_mask
