@@ -50,6 +50,8 @@ def _respond(args: argparse.Namespace) -> int:
         concurrency=args.concurrency,
         timeout=args.timeout,
         keep_answers=args.keep_answers,
+        num_tasks=args.num_tasks,
+        task_id=args.task_id,
     )
     _print_counts(counts)
     return 0
@@ -82,9 +84,13 @@ def _extract(args: argparse.Namespace) -> int:
 
 def _merge(args: argparse.Namespace) -> int:
     from .merge import merge
+    from .merge_responses import merge_responses
 
-    plan = merge(args.dataset).plan
-    print(f"{args.dataset} is sealed: {plan.shards} shards, {plan.samples} samples, {plan.tokens} tokens")
+    if not args.made.is_dir():
+        print(f"{args.made}: {merge_responses(args.made)} lines of all tasks")
+        return 0
+    plan = merge(args.made).plan
+    print(f"{args.made} is sealed: {plan.shards} shards, {plan.samples} samples, {plan.tokens} tokens")
     return 0
 
 

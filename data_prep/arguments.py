@@ -87,6 +87,13 @@ def _template_args(sub: argparse.ArgumentParser) -> None:
     )
 
 
+def _tasks(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument(
+        "--num-tasks", type=_positive, default=1, metavar="N", help="tasks of a job array that share the work (default 1)"
+    )
+    sub.add_argument("--task-id", type=int, default=0, metavar="I", help="which of them this one is, from 0")
+
+
 def _prompts(stages: _Stages) -> None:
     sub = stages.add(
         "prompts",
@@ -167,6 +174,7 @@ def _respond(stages: _Stages) -> None:
         action="store_true",
         help="no generation: the data's own answers, as text (drafters trained on them accept less)",
     )
+    _tasks(sub)
 
 
 def _storage(sub: argparse.ArgumentParser) -> None:
@@ -219,17 +227,17 @@ def _extract(stages: _Stages) -> None:
         "--device-map", type=_device_map, metavar="MAP", help="spread a large target over GPUs: auto (accelerate's maps)"
     )
     sub.add_argument("--force", action="store_true", help="start even where the disk looks too small")
-    sub.add_argument(
-        "--num-tasks", type=_positive, default=1, metavar="N", help="tasks of a job array that share the work (default 1)"
-    )
-    sub.add_argument("--task-id", type=int, default=0, metavar="I", help="which of them this one is, from 0")
+    _tasks(sub)
 
     sub = stages.add(
         "merge",
-        "Check that the tasks of an extraction left nothing missing or double, and seal the dataset.",
+        "Make one of what several tasks made: seal the dataset of an extraction, or join the files of responses, after "
+        "checking that nothing is missing or double.",
         "python -m data_prep merge dataset",
     )
-    sub.add_argument("dataset", type=Path, metavar="DIR", help="dataset folder of `extract --num-tasks`")
+    sub.add_argument(
+        "made", type=Path, metavar="DIR|F.jsonl", help="--out of `extract --num-tasks`, or of `respond --num-tasks`"
+    )
 
 
 def _checks(stages: _Stages) -> None:

@@ -11,6 +11,9 @@ the target and the ids that came out: nothing is tokenised twice. A line:
 `id` is the conversation's where it has one answer, else CONVERSATION#1, #2, ...; `turn` counts them from 0;
 `response_token_ids` end with the stop token if there was one. Lines may come in any order. Beside the file lies
 FILE.meta.json, the settings it was made with; another run into the same file has to agree with them.
+
+Of several tasks (--num-tasks N --task-id I) each answers every N-th conversation into FILE.task-I-of-N; merge_responses.py
+makes them one file.
 """
 
 import json
@@ -36,12 +39,18 @@ from .target import read_config, stop_token_ids, target_facts, text_config, toke
 from .tokens import check_template_args, load_tokenizer, template_sha256
 
 BATCHING = ("batch_size", "batch_tokens")  # fields of a local run's settings: rows, or else tokens that memory allows
+FINISHED = "finished"  # field of a task's settings: its lines, once all are there
 SHOWN = 3  # failures in the error's text
 
 
 def meta_path(responses: Path) -> Path:
     """Where the settings of the responses file lie."""
     return responses.with_name(responses.name + ".meta.json")
+
+
+def share_path(out: Path, task_id: int, num_tasks: int) -> Path:
+    """Where task `task_id` of `num_tasks` writes its share of `out`."""
+    return out.with_name(f"{out.name}.task-{task_id}-of-{num_tasks}")
 
 
 def read_meta(responses: Path) -> dict[str, Any]:
@@ -55,7 +64,7 @@ def read_meta(responses: Path) -> dict[str, Any]:
     return json.loads(path.read_text())
 
 
-def _check_meta(out: Path, meta: dict[str, Any]) -> dict[str, Any] | None:
+def check_meta(out: Path, meta: dict[str, Any]) -> dict[str, Any] | None:
     """The settings that `out` was begun with, None for a new file. UserError where they differ from `meta`."""
     if not meta_path(out).is_file():
         if out.exists() and out.stat().st_size:
@@ -104,15 +113,22 @@ def respond(
     concurrency: int = 64,
     timeout: float = 600,
     keep_answers: bool = False,
+    num_tasks: int = 1,
+    task_id: int = 0,
 ) -> Counter:
     """Append a line per assistant turn to `out` until all are there; returns counts: lines, generated (by this run),
     tokens, stop, empty, cut, looping; where there are some: ids from text, stripped, and every reason for "dropped".
+    Of several tasks this one answers conversations task_id, task_id + num_tasks, ... into its `share_path` of `out`.
 
     Without `servers` the target runs here, in batches of `batch_size` (default: what memory allows; the choice is
     recorded, and a run that carries on repeats it). `keep_answers` takes the data's own answers instead.
     UserError when `out` was made with other settings; `servers`, `concurrency` and `timeout` (seconds) are none.
     """
     _check_options(batch_size, sample, servers, keep_answers)
+    if not 0 <= task_id < num_tasks:
+        raise UserError(f"--task-id {task_id} of --num-tasks {num_tasks}: ids run from 0 to {num_tasks - 1}.")
+    if num_tasks > 1:
+        out = share_path(out, task_id, num_tasks)
     template_args = template_args or {}
     prompts = read_prompts(prompts_path)
     tokenizer = load_tokenizer(target)
@@ -137,7 +153,7 @@ def respond(
     if batch_size is not None:
         meta |= {"batch_size": batch_size, "batch_tokens": None}
     with ResponseFile(out, tokenizer, stops) as file:
-        begun = _check_meta(out, meta)
+        begun = check_meta(out, meta)
         fleet = [Server(url, target, Settings(max_new_tokens, stops, sampling), timeout) for url in servers]
         if begun is not None:
             meta |= {name: begun[name] for name in BATCHING if name in begun}
@@ -145,7 +161,7 @@ def respond(
             if generator == "transformers" and batch_size is None:
                 meta |= {"batch_size": None, "batch_tokens": memory.batch_tokens(local.model)}
             write_atomic(meta_path(out), (json.dumps(meta, indent=2) + "\n").encode())
-        talks = conversations(prompts, file.counts, keep_answers=keep_answers)
+        talks = conversations(prompts[task_id::num_tasks], file.counts, keep_answers=keep_answers)
         contexts = [text_config(read_config(target)).get("max_position_embeddings"), *(one.context for one in fleet)]
         serving = Serving(tokenizer, template_args, min((size for size in contexts if size), default=1 << 40))
         names = [talk.name(turn) for talk in talks for turn in range(len(talk.places))]
@@ -165,4 +181,6 @@ def respond(
             f"{file.counts['failed']} of {file.counts['failed'] + file.counts['lines']} responses failed, among them "
             f"{'; '.join(failures[:SHOWN])}. The others are in {out}; the same command asks again for what is missing."
         )
+    if num_tasks > 1:
+        write_atomic(meta_path(out), (json.dumps(meta | {FINISHED: file.counts["lines"]}, indent=2) + "\n").encode())
     return file.counts
