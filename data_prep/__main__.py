@@ -83,12 +83,13 @@ def _extract(args: argparse.Namespace) -> int:
 
 
 def _merge(args: argparse.Namespace) -> int:
-    from .merge import merge
-    from .merge_responses import merge_responses
-
     if not args.made.is_dir():
+        from .merge_responses import merge_responses
+
         print(f"{args.made}: {merge_responses(args.made)} lines of all tasks")
         return 0
+    from .merge import merge
+
     plan = merge(args.made).plan
     print(f"{args.made} is sealed: {plan.shards} shards, {plan.samples} samples, {plan.tokens} tokens")
     return 0

@@ -1,10 +1,11 @@
 """A real SLURM on this machine for the tests: munged, slurmctld and one slurmd per node, all of them this user's own.
 
 Everything lies in one temporary folder and listens on free ports, so several clusters, and one of the machine's own, do
-not meet. The daemons stay in the foreground as children of the tests and are ended by their process ids. The nodes
+not meet. The daemons stay in the foreground, as children of the tests. The nodes
 differ in name only: all of them are this machine, with more CPUs than it has, so that jobs never wait for each other.
 Debian: apt-get install slurm-wlm munge
 """
+import contextlib
 import getpass
 import os
 import secrets
@@ -14,6 +15,8 @@ import subprocess
 import tempfile
 import time
 from pathlib import Path
+
+import psutil
 
 from tests.distributed import ROOT, free_port
 
@@ -26,7 +29,7 @@ SlurmctldPort={controller}
 SlurmUser={user}
 SlurmdUser={user}
 AuthType=auth/munge
-AuthInfo=socket={folder}/munge.socket,cred_expire=2
+AuthInfo=socket={folder}/munge.socket
 CredType=cred/munge
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
@@ -118,13 +121,16 @@ class Cluster:
         return dict(field.split("=", 1) for field in self.ask("scontrol", "show", "job", "-o", number).split() if "=" in field)
 
     def close(self) -> None:
-        """Ends the daemons, the controller first, and removes the folder."""
-        for child in self._children[1:] + self._children[:1]:
-            child.terminate()
+        """Ends the daemons and whatever jobs are left, all of them known by their SLURM_CONF, and removes the folder."""
+        ours, left = self.environment["SLURM_CONF"], []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                if process.environ().get("SLURM_CONF") == ours:
+                    left.append(process)
+        for process in left:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
         for child in self._children:
-            try:
-                child.wait(timeout=10)
-            except subprocess.TimeoutExpired:
-                child.kill()
-                child.wait()
+            child.wait(timeout=10)
+        psutil.wait_procs(left, timeout=10)
         shutil.rmtree(self.folder)

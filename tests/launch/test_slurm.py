@@ -1,8 +1,11 @@
 """The batch scripts on a real SLURM: the whole chain, runs that are disturbed, failures. Skipped where SLURM is not installed."""
+import contextlib
+import signal
 import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -48,26 +51,62 @@ def submit(slurm, out: Path, *options: str) -> dict[str, str]:
     return {line.split()[0]: line.split()[2] for line in lines if " job " in line}
 
 
-def train(slurm, out: Path, *options: str) -> str:
+def train(slurm, out: Path, signal_: str, *settings: str) -> str:
     """The id of a training job on two nodes of one rank each."""
     slurm.environment["LOGS"] = str(out / "slurm")
-    (out / "slurm").mkdir(exist_ok=True)
-    return slurm.ask("sbatch", "--parsable", f"--output={out}/slurm/train-%j.log", "--nodes=2", "--ntasks-per-node=1", *options,
-                     "launch/slurm/train.sbatch", SMOKE, f"out={out}", *RUN).strip()
+    (out / "slurm").mkdir(parents=True)
+    return slurm.ask("sbatch", "--parsable", f"--output={out}/slurm/train-%j.log", "--nodes=2", "--ntasks-per-node=1", signal_,
+                     "launch/slurm/train.sbatch", SMOKE, f"out={out}", *RUN, *settings).strip()
 
 
-def wait(slurm, ready, seconds: float = 120):
+def wait(slurm, ready, out: Path, seconds: float = 120):
     """What `ready()` returns once it is true."""
     deadline = time.monotonic() + seconds
     while not (found := ready()):
-        assert time.monotonic() < deadline, slurm.ask("squeue", "--all") + slurm.ask("scontrol", "show", "job")
-        time.sleep(0.2)
+        assert time.monotonic() < deadline, slurm.ask("scontrol", "show", "job") + log_of(out)
+        time.sleep(0.05)
     return found
 
 
-def ended(slurm, number: str) -> dict[str, str]:
+def steps_of(out: Path) -> int:
+    path = out / "metrics.jsonl"
+    return path.read_bytes().count(b"\n") if path.is_file() else 0
+
+
+def stopped(slurm, job: str, out: Path, restarts: int) -> int:
+    """The step at which the run stopped. The job has been requeued `restarts` times by now and may start again at once:
+    SLURM would let a requeued job wait for two minutes."""
+    wait(slurm, lambda: (now := slurm.job(job))["Restarts"] == str(restarts) and now["JobState"] == "PENDING", out)
+    done = steps_of(out)
+    slurm.ask("scontrol", "update", f"JobId={job}", "StartTime=now", "TimeLimit=UNLIMITED")
+    return done
+
+
+def ranks_of(job: str) -> list[psutil.Process]:
+    """The training processes of a job."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if "launch/train.py" in process.cmdline() and process.environ().get("SLURM_JOB_ID") == job:
+                found.append(process)
+    return found
+
+
+def is_pending(process: psutil.Process, number: int) -> bool:
+    """Whether a suspended process has been sent the signal."""
+    fields = dict(line.split(":\t", 1) for line in Path(f"/proc/{process.pid}/status").read_text().splitlines() if ":\t" in line)
+    return bool(int(fields["ShdPnd"], 16) >> (number - 1) & 1)
+
+
+def minutes(time_: str) -> int:
+    """Whole minutes of SLURM's HH:MM:SS."""
+    hours, whole, _ = time_.split(":")
+    return 60 * int(hours) + int(whole)
+
+
+def ended(slurm, number: str, out: Path, seconds: float = 240) -> dict[str, str]:
     """The job's fields after its end."""
-    return wait(slurm, lambda: (job := slurm.job(number))["JobState"] in ENDED and job)
+    return wait(slurm, lambda: (job := slurm.job(number))["JobState"] in ENDED and job, out, seconds)
 
 
 def log_of(out: Path) -> str:
@@ -89,12 +128,46 @@ def inputs(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def chain(slurm, inputs):
-    """The whole chain, from prompts to a report; training on one node of two ranks. Returns the jobs' last states."""
+    """Job ids of the whole chain, from prompts to a report; its training, on one node of two ranks, has ended."""
     jobs = submit(slurm, inputs, "--respond", "--max-new-tokens 24 --batch-size 172", "--extract",
                   "--shard-bytes 500000 --batch-tokens 2048", "--evaluate", "--max-new-tokens 16")
-    return {name: ended(slurm, number) for name, number in jobs.items()}
+    assert ended(slurm, jobs["train"], inputs)["JobState"] == "COMPLETED", log_of(inputs)
+    return jobs
 
 
-def test_the_whole_chain_ends_in_a_report(chain, inputs):
-    assert {name: job["JobState"] for name, job in chain.items()} == dict.fromkeys(chain, "COMPLETED"), log_of(inputs)
-    print(log_of(inputs))
+@pytest.fixture(scope="module")
+def disturbed(slurm, chain, inputs):
+    """A run on two nodes of one rank each that is signalled, requeued and out of time; the fourth start ends it."""
+    out = inputs.parent / "disturbed"
+    job = train(slurm, out, "--signal=USR1@120", f"data.path={inputs}/dataset", f"target.path={inputs}/target")
+    stops = []
+
+    def running(step: int) -> int:
+        """Waits until the run has logged `step` steps."""
+        return wait(slurm, lambda: (done := steps_of(out)) >= step and done, out)
+
+    running(8)
+    slurm.ask("scancel", "--signal=USR1", job)
+    stops.append(stopped(slurm, job, out, 1))
+    running(stops[0] + 8)
+    slurm.ask("scontrol", "requeue", job)
+    stops.append(stopped(slurm, job, out, 2))
+    running(stops[1] + 8)
+    ranks = ranks_of(job)
+    for rank in ranks:
+        rank.suspend()  # SLURM looks at time limits every 30 s only: this training takes its time
+    slurm.ask("scontrol", "update", f"JobId={job}", f"TimeLimit={minutes(slurm.job(job)['RunTime']) + 2}")
+    wait(slurm, lambda: all(is_pending(rank, signal.SIGUSR1) for rank in ranks), out)
+    for rank in ranks:
+        rank.resume()
+    stops.append(stopped(slurm, job, out, 3))
+    return out, stops, ended(slurm, job, out)
+
+
+def test_a_run_on_two_nodes_that_is_signalled_requeued_and_out_of_time_ends_as_one_that_nobody_touched(disturbed, inputs):
+    out, stops, job = disturbed
+    assert job["JobState"] == "COMPLETED" and job["Restarts"] == "3" and job["NodeList"] == "n[1-2]", log_of(out)
+    assert 8 <= stops[0] < stops[1] < stops[2] < STEPS  # each of them in the middle of training
+    assert [line["loss"] for line in read_metrics(out)] == [line["loss"] for line in read_metrics(inputs)]
+    ours, theirs = weights(out), weights(inputs)
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
