@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm, Qwen3RotaryEmbedding, rotate_half
 
 from data_prep.errors import UserError
-from pipeline.attention import Rows, block_groups, cached_block_attention, grouped_block_attention
+from pipeline.attention import IMPLEMENTATIONS, cached_block_attention
 from pipeline.drafter_config import DrafterConfig
 
 
@@ -49,7 +49,6 @@ def _document_positions(features_BSE: Tensor, starts_BN: Tensor | None) -> Tenso
 class BlockAttention(nn.Module):
     def __init__(self, config: DrafterConfig):
         super().__init__()
-        self.block_size = config.block_size
         self.head_dim = config.head_dim
         query, key = (heads * config.head_dim for heads in (config.num_attention_heads, config.num_key_value_heads))
         self.q_proj = nn.Linear(config.hidden_size, query, bias=False)
@@ -74,11 +73,9 @@ class BlockAttention(nn.Module):
     def project(self, out_BHTD: Tensor) -> Tensor:
         return self.o_proj(out_BHTD.transpose(1, 2).flatten(2))
 
-    def forward(self, x_BTD: Tensor, rope, context_BSD: Tensor, context_rope, rows: list[Rows]) -> Tensor:
+    def forward(self, x_BTD: Tensor, rope, context_BSD: Tensor, context_rope, attend) -> Tensor:
         context = self.keys_values(context_BSD, context_rope)
-        block = self.keys_values(x_BTD, rope)
-        out = grouped_block_attention(self.queries(x_BTD, rope), *context, *block, rows, self.block_size)
-        return self.project(out)
+        return self.project(attend(self.queries(x_BTD, rope), *context, *self.keys_values(x_BTD, rope)))
 
     def attend_cached(self, x_BKD: Tensor, rope, context_k: Tensor, context_v: Tensor) -> Tensor:
         k, v = self.keys_values(x_BKD, rope)
@@ -97,8 +94,8 @@ class DrafterLayer(nn.Module):
     def _mlp(self, x_BTD: Tensor) -> Tensor:
         return x_BTD + self.mlp(self.post_attention_layernorm(x_BTD))
 
-    def forward(self, x_BTD: Tensor, rope, context_BSD: Tensor, context_rope, rows: list[Rows]) -> Tensor:
-        return self._mlp(x_BTD + self.self_attn(self.input_layernorm(x_BTD), rope, context_BSD, context_rope, rows))
+    def forward(self, x_BTD: Tensor, rope, context_BSD: Tensor, context_rope, attend) -> Tensor:
+        return self._mlp(x_BTD + self.self_attn(self.input_layernorm(x_BTD), rope, context_BSD, context_rope, attend))
 
     def draft(self, x_BKD: Tensor, rope, context_k: Tensor, context_v: Tensor) -> Tensor:
         return self._mlp(x_BKD + self.self_attn.attend_cached(self.input_layernorm(x_BKD), rope, context_k, context_v))
@@ -108,6 +105,7 @@ class DFlashDrafter(nn.Module):
     def __init__(self, config: DrafterConfig):
         super().__init__()
         self.config = config
+        self.attention = "sdpa"  # how a training pass computes block attention, one of attention.IMPLEMENTATIONS
         self.fc = nn.Linear(len(config.target_layer_ids) * config.hidden_size, config.hidden_size, bias=False)
         self.hidden_norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.layers = nn.ModuleList(DrafterLayer(config) for _ in range(config.num_hidden_layers))
@@ -144,10 +142,10 @@ class DFlashDrafter(nn.Module):
         rope = self.rotary_emb(noise_BTD, (positions_BN[:, :, None] + slots).flatten(1))
         context_BSD = self.context(features_BSE)
         context_rope = self.rotary_emb(noise_BTD, _document_positions(features_BSE, starts_BN))
-        rows = block_groups(anchors_BN, starts_BN, K)
+        attend = IMPLEMENTATIONS[self.attention](anchors_BN, starts_BN, K, features_BSE.shape[1])
         x_BTD = noise_BTD
         for layer in self.layers:
-            x_BTD = layer(x_BTD, rope, context_BSD, context_rope, rows)
+            x_BTD = layer(x_BTD, rope, context_BSD, context_rope, attend)
         return self.norm(x_BTD)
 
     def new_cache(self) -> ContextCache:
