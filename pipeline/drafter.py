@@ -14,11 +14,12 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm, Qwen3RotaryEmbedding, rotate_half
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from data_prep.errors import UserError
 from pipeline.attention import IMPLEMENTATIONS, cached_block_attention
 from pipeline.drafter_config import DrafterConfig
+from pipeline.fused import MLP, RMSNorm, rotate
 
 
 @dataclass
@@ -28,11 +29,6 @@ class ContextCache:
     keys: list[Tensor]
     values: list[Tensor]
     length: int = 0
-
-
-def _rotate(x_BHTD: Tensor, cos_BTD: Tensor, sin_BTD: Tensor) -> Tensor:
-    cos, sin = cos_BTD[:, None], sin_BTD[:, None]
-    return x_BHTD * cos + rotate_half(x_BHTD) * sin
 
 
 def _document_positions(features_BSE: Tensor, starts_BN: Tensor | None) -> Tensor:
@@ -55,8 +51,8 @@ class BlockAttention(nn.Module):
         self.k_proj = nn.Linear(config.hidden_size, key, bias=False)
         self.v_proj = nn.Linear(config.hidden_size, key, bias=False)
         self.o_proj = nn.Linear(query, config.hidden_size, bias=False)
-        self.q_norm = Qwen3RMSNorm(config.head_dim, eps=config.rms_norm_eps)
-        self.k_norm = Qwen3RMSNorm(config.head_dim, eps=config.rms_norm_eps)
+        self.q_norm = RMSNorm(config.head_dim, eps=config.rms_norm_eps)
+        self.k_norm = RMSNorm(config.head_dim, eps=config.rms_norm_eps)
 
     def _heads(self, x_BTE: Tensor) -> Tensor:
         return x_BTE.unflatten(-1, (-1, self.head_dim))
@@ -65,10 +61,10 @@ class BlockAttention(nn.Module):
         """Keys and values [B, G, T, head_dim] of the context or of the block."""
         k = self.k_norm(self._heads(self.k_proj(x_BTD))).transpose(1, 2)
         v = self._heads(self.v_proj(x_BTD)).transpose(1, 2)
-        return _rotate(k, *rope), v
+        return rotate(k, *rope), v
 
     def queries(self, x_BTD: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
-        return _rotate(self.q_norm(self._heads(self.q_proj(x_BTD))).transpose(1, 2), *rope)
+        return rotate(self.q_norm(self._heads(self.q_proj(x_BTD))).transpose(1, 2), *rope)
 
     def project(self, out_BHTD: Tensor) -> Tensor:
         return self.o_proj(out_BHTD.transpose(1, 2).flatten(2))
@@ -87,9 +83,9 @@ class DrafterLayer(nn.Module):
     def __init__(self, config: DrafterConfig):
         super().__init__()
         self.self_attn = BlockAttention(config)
-        self.mlp = Qwen3MLP(config.qwen3())
-        self.input_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.post_attention_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.mlp = MLP(config.qwen3())
+        self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
     def _mlp(self, x_BTD: Tensor) -> Tensor:
         return x_BTD + self.mlp(self.post_attention_layernorm(x_BTD))
@@ -107,9 +103,9 @@ class DFlashDrafter(nn.Module):
         self.config = config
         self.attention = "sdpa"  # how a training pass computes block attention, one of attention.IMPLEMENTATIONS
         self.fc = nn.Linear(len(config.target_layer_ids) * config.hidden_size, config.hidden_size, bias=False)
-        self.hidden_norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.hidden_norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.layers = nn.ModuleList(DrafterLayer(config) for _ in range(config.num_hidden_layers))
-        self.norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary_emb = Qwen3RotaryEmbedding(config.qwen3())
 
     def initialise(self, seed: int) -> "DFlashDrafter":
