@@ -44,7 +44,7 @@ def resolve_attention(wanted: str, device: torch.device, dtype: torch.dtype, hea
     names = {"auto": _ORDER, "flash": ("flash4", "flash2"), "flex": ("flex",)}[wanted]
     reasons = []
     for name in names:
-        reason = None if name == "sdpa" else _why_not(name, device, dtype, heads)
+        reason = None if name == "sdpa" else why_not(name, device, dtype, heads)
         if reason is None:
             return name
         reasons.append(f"{name}: {reason}")
@@ -60,7 +60,8 @@ def _installed(module: str) -> bool:
         return False
 
 
-def _why_not(name: str, device: torch.device, dtype: torch.dtype, heads: tuple[int, int, int]) -> str | None:
+def why_not(name: str, device: torch.device, dtype: torch.dtype, heads: tuple[int, int, int]) -> str | None:
+    """Why an implementation does not work here; None where a small pass gives what `sdpa` gives."""
     if device.type != "cuda":
         return "its backward pass needs a GPU"
     if name != "flex" and dtype == torch.float32:

@@ -46,6 +46,12 @@ def rotate(x_BHTD: Tensor, cos_BTD: Tensor, sin_BTD: Tensor) -> Tensor:
     return (_compiled_rotate if x_BHTD.is_cuda else plain_rotate)(x_BHTD, cos_BTD, sin_BTD)
 
 
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    if not gate.is_cuda:
+        return plain_swiglu(gate, up)
+    return liger[1].apply(gate, up) if (liger := _liger()) else _compiled_swiglu(gate, up)
+
+
 class RMSNorm(Qwen3RMSNorm):
     def forward(self, x: Tensor) -> Tensor:
         if not x.is_cuda:
@@ -57,8 +63,4 @@ class RMSNorm(Qwen3RMSNorm):
 
 class MLP(Qwen3MLP):
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_proj(x), self.up_proj(x)
-        if not x.is_cuda:
-            return self.down_proj(plain_swiglu(gate, up))
-        liger = _liger()
-        return self.down_proj(liger[1].apply(gate, up) if liger else _compiled_swiglu(gate, up))
+        return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))

@@ -32,15 +32,24 @@ QWEN3_8B = Shape(hidden=4096, heads=32, kv_heads=8, head_dim=128, intermediate=1
                  context=3072, anchors=512, batch=1)
 
 
-def drafter_of(shape: Shape) -> DFlashDrafter:
-    config = DrafterConfig(
+def config_of(shape: Shape) -> DrafterConfig:
+    return DrafterConfig(
         hidden_size=shape.hidden, num_hidden_layers=shape.layers, num_attention_heads=shape.heads,
         num_key_value_heads=shape.kv_heads, head_dim=shape.head_dim, intermediate_size=shape.intermediate,
         rms_norm_eps=1e-6, vocab_size=shape.vocabulary, max_position_embeddings=2 * shape.context,
         rope_parameters=json.dumps({"rope_theta": 1e6, "rope_type": "default"}), initializer_range=0.02,
         block_size=shape.block, mask_token_id=shape.vocabulary - 1, target_layer_ids=tuple(range(shape.features)),
         num_target_layers=shape.features + 4)
-    return DFlashDrafter(config).initialise(0)
+
+
+def drafter_of(shape: Shape, device: torch.device = torch.device("cpu")) -> DFlashDrafter:
+    """Random weights, drawn on the device: other numbers on a GPU than on a CPU, the same every time."""
+    with device:
+        drafter, random = DFlashDrafter(config_of(shape)), torch.Generator(device).manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in drafter.named_parameters():
+            parameter.fill_(1.0) if name.endswith("norm.weight") else parameter.normal_(0.0, 0.02, generator=random)
+    return drafter
 
 
 def batch_of(shape: Shape, seed: int = 0) -> MicroBatch:
@@ -57,6 +66,7 @@ def batch_of(shape: Shape, seed: int = 0) -> MicroBatch:
                       shape.batch * shape.context)
 
 
-def table_of(shape: Shape) -> torch.Tensor:
+def table_of(shape: Shape, device: torch.device = torch.device("cpu")) -> torch.Tensor:
     """A frozen embedding table, used as the head as well; float32 [V, D]."""
-    return torch.randn(shape.vocabulary, shape.hidden, generator=torch.Generator().manual_seed(1)) * 0.02
+    random = torch.Generator(device).manual_seed(1)
+    return torch.randn(shape.vocabulary, shape.hidden, generator=random, device=device) * 0.02
