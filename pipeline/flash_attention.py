@@ -186,7 +186,7 @@ class TorchKernels:
             q, k, v, part.row_ends, part.key_ends, part.most_rows, part.most_keys, 0.0, False, False, scale=scale)[:2]
 
     def backward(self, grad, q, k, v, out, lse_Hr, part: Part, scale: float) -> tuple[Tensor, Tensor, Tensor]:
-        no_dropout = torch.zeros(2, dtype=torch.uint64, device=q.device)
+        no_dropout = torch.empty(2, dtype=torch.uint64, device=q.device)
         return torch.ops.aten._flash_attention_backward(
             grad.contiguous(), q, k, v, out, lse_Hr, part.row_ends, part.key_ends, part.most_rows, part.most_keys, 0.0,
             False, no_dropout, no_dropout, scale=scale)
