@@ -16,6 +16,7 @@ from pathlib import Path
 
 from data_prep.errors import UserError
 from pipeline import checkpoint
+from pipeline.attention import resolve_attention
 from pipeline.batches import StepDataset
 from pipeline.config import RunConfig, load_run
 from pipeline.dataset import TrainingData, open_dataset
@@ -53,7 +54,11 @@ def build(run: RunConfig, data: TrainingData, dataset: StepDataset, heldout: lis
     from pipeline.trainer import Trainer
 
     head = TargetHead.load(run.target_path, data.manifest, runtime.device, runtime.dtype)
-    drafter = initial_drafter(run, data)
+    drafter, config = initial_drafter(run, data), data.drafter
+    drafter.attention = resolve_attention(
+        run.attention, runtime.device, runtime.dtype,
+        (config.num_attention_heads, config.num_key_value_heads, config.head_dim), runtime.say)
+    runtime.say(f"attention {drafter.attention}")
     engine = build_engine(recompute_layers(drafter) if run.optim.activation_checkpointing else drafter, ds_config, runtime)
     evaluate = heldout and run.evaluation.every
     evaluation = HeldoutSet(data.reader, heldout, run, data.drafter.mask_token_id) if evaluate else None
