@@ -1,6 +1,5 @@
 """The batch scripts on a real SLURM: the whole chain, runs that are disturbed, failures. Skipped where SLURM is not installed."""
 import contextlib
-import signal
 import sys
 import time
 from pathlib import Path
@@ -92,12 +91,6 @@ def ranks_of(job: str) -> list[psutil.Process]:
     return found
 
 
-def is_pending(process: psutil.Process, number: int) -> bool:
-    """Whether a suspended process has been sent the signal."""
-    fields = dict(line.split(":\t", 1) for line in Path(f"/proc/{process.pid}/status").read_text().splitlines() if ":\t" in line)
-    return bool(int(fields["ShdPnd"], 16) >> (number - 1) & 1)
-
-
 def minutes(time_: str) -> int:
     """Whole minutes of SLURM's HH:MM:SS."""
     hours, whole, _ = time_.split(":")
@@ -153,13 +146,9 @@ def disturbed(slurm, chain, inputs):
     slurm.ask("scontrol", "requeue", job)
     stops.append(stopped(slurm, job, out, 2))
     running(stops[1] + 8)
-    ranks = ranks_of(job)
-    for rank in ranks:
-        rank.suspend()  # SLURM looks at time limits every 30 s only: this training takes its time
+    for rank in ranks_of(job):
+        rank.suspend()  # SLURM looks at time limits every 30 s only: steps that take long, until its signal wakes them
     slurm.ask("scontrol", "update", f"JobId={job}", f"TimeLimit={minutes(slurm.job(job)['RunTime']) + 2}")
-    wait(slurm, lambda: all(is_pending(rank, signal.SIGUSR1) for rank in ranks), out)
-    for rank in ranks:
-        rank.resume()
     stops.append(stopped(slurm, job, out, 3))
     return out, stops, ended(slurm, job, out)
 
