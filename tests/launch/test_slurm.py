@@ -73,11 +73,11 @@ def steps_of(out: Path) -> int:
 
 
 def stopped(slurm, job: str, out: Path, restarts: int) -> int:
-    """The step at which the run stopped. The job has been requeued `restarts` times by now and may start again at once:
-    SLURM would let a requeued job wait for two minutes."""
+    """The step at which the run stopped. The job has been requeued `restarts` times by now and may start again soon: SLURM
+    lets it wait for two minutes, so that no node takes its new credential for the revoked one; here a few seconds do."""
     wait(slurm, lambda: (now := slurm.job(job))["Restarts"] == str(restarts) and now["JobState"] == "PENDING", out)
     done = steps_of(out)
-    slurm.ask("scontrol", "update", f"JobId={job}", "StartTime=now", "TimeLimit=UNLIMITED")
+    slurm.ask("scontrol", "update", f"JobId={job}", "StartTime=now+3", "TimeLimit=UNLIMITED")
     return done
 
 
