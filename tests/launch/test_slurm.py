@@ -1,5 +1,6 @@
 """The batch scripts on a real SLURM: the whole chain, runs that are disturbed, failures. Skipped where SLURM is not installed."""
 import contextlib
+import json
 import sys
 import time
 from pathlib import Path
@@ -45,7 +46,7 @@ def slurm(tmp_path_factory):
 
 
 def submit(slurm, out: Path, *options: str) -> dict[str, str]:
-    """Job ids of the chain by name."""
+    """Job ids of the chain by name; options of submit.sh, or overrides of the run file."""
     lines = slurm.ask("bash", "launch/slurm/submit.sh", SMOKE, f"out={out}", *RUN, *options).splitlines()
     return {line.split()[0]: line.split()[2] for line in lines if " job " in line}
 
@@ -160,3 +161,32 @@ def test_a_run_on_two_nodes_that_is_signalled_requeued_and_out_of_time_ends_as_o
     assert [line["loss"] for line in read_metrics(out)] == [line["loss"] for line in read_metrics(inputs)]
     ours, theirs = weights(out), weights(inputs)
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_the_whole_chain_with_three_extract_tasks_ends_in_a_report(slurm, chain, inputs):
+    jobs = {name: ended(slurm, number, inputs) for name, number in chain.items()}
+    assert {name: job["JobState"] for name, job in jobs.items()} == dict.fromkeys(jobs, "COMPLETED"), log_of(inputs)
+    names = {path.name for path in (inputs / "slurm").glob("extract-*.log")}
+    assert names == {f"extract-{chain['extract']}_{task}.log" for task in range(3)}
+    report = json.loads((inputs / "report/report.json").read_text())
+    assert report["lossless"] is True and report["prompts"] == 24 and report["tau"] >= 1.0
+    assert (inputs / "drafter/model.safetensors").is_file()
+    log = (inputs / f"slurm/train-{chain['train']}.0/rank1.log").read_text()
+    assert "rank 1 of 2 on node n1: local rank 1, no GPU" in log
+
+
+def test_a_task_that_fails_ends_its_job_with_its_exit_code_and_nothing_after_it_runs(slurm, inputs, tmp_path):
+    (tmp_path / "nothing").mkdir()
+    jobs = submit(slurm, tmp_path / "run", f"target.path={tmp_path}/nothing", "--prompts", f"{inputs}/prompts/train.jsonl",
+                  "--heldout", f"{inputs}/prompts/heldout.jsonl")
+    failing = train(slurm, tmp_path / "alone", "--signal=USR1@120", "optim.lr=-1")
+    states = {name: ended(slurm, number, tmp_path / "run") for name, number in jobs.items()}
+    assert (states["respond"]["JobState"], states["respond"]["ExitCode"]) == ("FAILED", "2:0")
+    assert {states[name]["JobState"] for name in jobs if name != "respond"} == {"CANCELLED"}
+    logs = {path.name.split("-")[0] for path in (tmp_path / "run/slurm").glob("*.log")}
+    assert logs == {"respond"}, "a job after the failed one has run"
+    assert "holds no config.json" in log_of(tmp_path / "run") and "exit code 2 on node n" in log_of(tmp_path / "run")
+    job = ended(slurm, failing, tmp_path / "alone")
+    text = (tmp_path / f"alone/slurm/train-{failing}.log").read_text()
+    assert (job["JobState"], job["ExitCode"], job["Restarts"]) == ("FAILED", "2:0", "0"), text
+    assert "failed first" in text and "optim.lr: Input should be greater than 0" in text.splitlines()[-1]
