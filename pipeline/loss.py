@@ -1,6 +1,6 @@
 """The frozen head and the loss in one pass over chunks of blocks.
 
-The head has no gradient and D-PACE's weights depend on the block's own probabilities only, so a chunk of whole blocks
+The head has no gradient and a credit's weights depend on the block's own slots only, so a chunk of whole blocks
 is everything one needs at once: logits, NLL, weights and the gradient for the hidden states are computed together in
 the forward pass, and only that gradient is kept. Backward multiplies it by the incoming scalar. Two head-sized products
 in all, and the memory of one chunk. Slots without a label never reach the head.
@@ -74,7 +74,7 @@ def _chunk(hidden_CKD, head_VD, labels_CJ, mask_CJ, credit, nll_CJ, weights_CJ, 
     total_R1 = probabilities_RV.sum(-1, keepdim=True)
     nll_CJ[mask_CJ] = (total_R1.log() + top_R1 - label_R1)[:, 0]
     kind, alpha, gamma = credit
-    weights_CJ.copy_(credit_weights(kind, nll_CJ, mask_CJ, alpha=alpha, gamma=gamma))
+    weights_CJ.copy_(credit_weights(kind, nll_CJ, mask_CJ, alpha=alpha, gamma=gamma, correct=correct_CJ))
     if grad_CKD is None:
         return
     weights_R1 = weights_CJ[mask_CJ][:, None]
