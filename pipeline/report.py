@@ -36,12 +36,16 @@ def run_record(generation: Generation) -> dict:
     }
 
 
-def build_report(records: list[dict], block_sizes: dict[str, int], facts: dict) -> dict:
-    """The content of report.json; `block_sizes` names K for `drafter` and, if evaluated, `baseline`."""
+def build_report(records: list[dict], sources: list[str], block_sizes: dict[str, int], facts: dict) -> dict:
+    """The content of report.json; `sources` names the benchmark of every record, `block_sizes` K for `drafter` and, if
+    evaluated, `baseline`."""
     sampled = facts["settings"]["temperature"] > 0
     report = {
         **_drafter_block(records, "drafter", block_sizes["drafter"], sampled),
         "prompts": len(records),
+        "sources": sources,
+        "by_source": {name: _source_block([r for r, s in zip(records, sources) if s == name])
+                      for name in dict.fromkeys(sources)},
         "prompt_token_ids": [record["prompt_token_ids"] for record in records],
         **facts,
         "notes": NOTES,
@@ -79,12 +83,26 @@ def _drafter_block(records: list[dict], role: str, block_size: int, sampled: boo
         "drafted_tokens": sum(sum(run["drafted"]) for run in runs),
         "lossless": None if sampled else not differences,
         "differences": None if sampled else differences,
-        "speedup": rates["drafted"] / rates["plain"] if all(rates.values()) else None,
+        "speedup": _speedup(rates),
         "tokens_per_second": rates,
         "seconds": {"plain": _sum_seconds(plain), "drafted": _sum_seconds(runs)},
         "emitted_per_step": [[a + 1 for a in run] for run in accepted],
         "output_ids": [run["output_ids"] for run in runs],
     }
+
+
+def _source_block(records: list[dict]) -> dict:
+    """The numbers of one benchmark alone."""
+    accepted = [record["drafter"]["accepted"] for record in records]
+    rates = {"plain": tokens_per_second([r["plain"] for r in records]),
+             "drafted": tokens_per_second([r["drafter"] for r in records])}
+    return {"prompts": len(records), "tau": acceptance.tau_pooled(accepted).value,
+            "tau_interval": bootstrap.tau_interval(accepted),
+            "tau_mean_of_prompts": acceptance.tau_mean_of_prompts(accepted), "speedup": _speedup(rates)}
+
+
+def _speedup(rates: dict[str, float | None]) -> float | None:
+    return rates["drafted"] / rates["plain"] if all(rates.values()) else None
 
 
 def first_difference(a: list[int], b: list[int]) -> int:
@@ -93,10 +111,11 @@ def first_difference(a: list[int], b: list[int]) -> int:
 
 
 def tokens_per_second(runs: list[dict]) -> float | None:
-    """Tokens after the first over seconds after the prefill; None when no prompt went past its first token."""
+    """Tokens after the first over seconds after the prefill; None when no prompt went past its first token, or nothing
+    was timed."""
     tokens = sum(len(run["output_ids"]) - 1 for run in runs)
     seconds = sum(run["seconds"][part] for run in runs for part in ("draft", "verify", "rest"))
-    return tokens / seconds if tokens else None
+    return tokens / seconds if tokens and seconds else None
 
 
 def _sum_seconds(runs: list[dict]) -> dict[str, float]:
@@ -112,7 +131,7 @@ def format_table(report: dict) -> str:
         slots = " ".join(_number(share, 2) for share in block["accepted_per_slot"])
         rows.append((
             name, _number(block["tau"], 3), _interval(block["tau_interval"]), _number(rate["plain"], 1), _number(rate["drafted"], 1),
-            _number(block["speedup"], 2) + "x", _lossless(block), slots,
+            _times(block["speedup"]), _lossless(block), slots,
         ))
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1)]
     lines = [
@@ -126,6 +145,10 @@ def format_table(report: dict) -> str:
 
 def _number(value: float | None, digits: int) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
+
+
+def _times(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}x"
 
 
 def _interval(ends: list[float] | None) -> str:
