@@ -25,7 +25,7 @@ from pipeline import runtime
 from pipeline.evaluation import DTYPES, Evaluation, EvaluationTarget, Settings
 from pipeline.plots import plot_acceptance, plot_training
 from pipeline.prompts import BENCHMARKS, Conversation, benchmark_files, read_conversations
-from pipeline.report import build_report, format_table
+from pipeline.report import format_table
 from pipeline.results import ResultLog
 
 OUTPUTS = ("report.json", "report.md", "prompts.jsonl", "acceptance.png", "training.png")
@@ -80,17 +80,14 @@ def evaluate(args: argparse.Namespace, target: EvaluationTarget, settings: Setti
     print("settings:", ", ".join(f"{name} {value}" for name, value in facts.items()), flush=True)
     if log.changes:
         print(f"{log.path} holds results of another configuration, which are not used: {'; '.join(log.changes)}")
-    places = evaluation.turns()
     if log.records:
-        print(f"resuming: {len(log.records)} of {len(places)} prompts are done in {out}", flush=True)
+        print(f"resuming: {len(log.records)} of {len(evaluation.turns())} prompts are done in {out}", flush=True)
     evaluation.run(log, args.task or 0, 1 if args.task is None else args.num_tasks)
     if args.task is not None:
         print(f"task {args.task} of {args.num_tasks} is done; without --task the same command writes the report")
         return
-    records = [log.records[place] for place in places]
-    sources = [conversations[prompt].source for prompt, _ in places]
-    report = build_report(records, sources, facts["block_sizes"], {**evaluation.facts, "versions": runtime.versions()})
-    lines = "".join(json.dumps({"prompt_token_ids": record["prompt_token_ids"]}) + "\n" for record in records)
+    report = evaluation.report(log)
+    lines = "".join(json.dumps({"prompt_token_ids": ids}) + "\n" for ids in report["prompt_token_ids"])
     write_atomic(out / "prompts.jsonl", lines.encode())
     plot_acceptance(report, out / "acceptance.png")
     if args.history:

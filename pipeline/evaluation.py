@@ -23,8 +23,9 @@ from pipeline.acceptance import emitted_tokens
 from pipeline.drafter import DFlashDrafter
 from pipeline.prompts import Conversation
 from pipeline.replay import replay, respond
-from pipeline.report import run_record
+from pipeline.report import build_report, run_record
 from pipeline.results import ResultLog
+from pipeline.runtime import versions
 from pipeline.speculate import check_drafter_fits, generate_drafted, generate_plain
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -54,6 +55,10 @@ class Settings:
             raise UserError(f"dtype is {self.dtype!r}; it must be one of {', '.join(DTYPES)}")
         if not isinstance(self.template_args, dict):
             raise UserError(f"template_args is {self.template_args!r}; it must be a JSON object of names and values")
+
+    @property
+    def method(self) -> str:
+        return "walk" if self.walk else "loop"
 
 
 class EvaluationTarget:
@@ -136,15 +141,20 @@ class Evaluation:
         self.facts = {
             "target": target.identity,
             **{role: identity(folder) for role, folder in folders.items()},
-            "prompts_sha256": sha256_hex(canonical_json([{**asdict(c), "where": ""} for c in conversations])),
+            "prompts_sha256": self.prompts_sha256(conversations),
             "template": target.template,
             "settings": {
                 "max_new_tokens": settings.max_new_tokens, "temperature": settings.temperature, "seed": settings.seed,
                 "dtype": target.dtype, "device": target.device.type, "stop_token_ids": target.stop_token_ids,
-                "method": "walk" if settings.walk else "loop",
+                "ignore_eos": settings.ignore_eos, "method": settings.method,
                 "block_sizes": {role: drafter.config.block_size for role, drafter in self.drafters.items()},
             },
         }
+
+    @staticmethod
+    def prompts_sha256(conversations: list[Conversation]) -> str:
+        """Hash of what is asked, wherever it is written."""
+        return sha256_hex(canonical_json([{**asdict(conversation), "where": ""} for conversation in conversations]))
 
     @property
     def configuration(self) -> dict:
@@ -156,6 +166,13 @@ class Evaluation:
         """(prompt, turn) of every answer that is asked for, of task `task` of `num_tasks`."""
         return [(prompt, turn) for prompt in range(task, len(self.conversations), num_tasks)
                 for turn in range(self.conversations[prompt].answers)]
+
+    def report(self, log: ResultLog) -> dict:
+        """The content of report.json from a log that lacks nothing."""
+        places = self.turns()
+        return build_report([log.records[place] for place in places],
+                            [self.conversations[prompt].source for prompt, _ in places],
+                            self.facts["settings"]["block_sizes"], {**self.facts, "versions": versions()})
 
     def run(self, log: ResultLog, task: int = 0, num_tasks: int = 1) -> None:
         """Computes what the log lacks of this task, turn after turn, and logs it prompt by prompt."""
