@@ -43,13 +43,24 @@ class Preempted(Exception):
     """The training of a cell was asked to stop and has saved its state."""
 
 
+def _numbers(text: str) -> list[int]:
+    return [int(number) for number in text.split(",")]
+
+
+def _names(text: str) -> list[str]:
+    return text.split(",")
+
+
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--grid", type=Path, required=True, help="grid file; the ready ones are in launch/grids/")
     parser.add_argument("--out", type=Path, required=True, help="folder of all cells and of the collected results")
-    parser.add_argument("--prompts", type=Path, nargs="+", metavar="F.jsonl", help="test prompts, instead of the grid's")
-    parser.add_argument("--seeds", type=int, nargs="+", metavar="N", help="instead of the grid's")
-    parser.add_argument("--cells", nargs="+", metavar="NAME", help="these cells only")
+    parser.add_argument("--prompts", type=Path, action="append", metavar="F.jsonl", help="test prompts, instead of the "
+                        "grid's; may be repeated")
+    parser.add_argument("--limit", type=int, metavar="N", help="the first N conversations of every file, instead of the grid's")
+    parser.add_argument("--max-new-tokens", type=int, metavar="N", help="length limit of a response, instead of the grid's")
+    parser.add_argument("--seeds", type=_numbers, metavar="N,N", help="instead of the grid's")
+    parser.add_argument("--cells", type=_names, metavar="NAME,NAME", help="these cells only; the first is the reference")
     parser.add_argument("--ds_config", default=str(ROOT / "ds_configs/zero3.json"), help="DeepSpeed JSON (default ZeRO-3)")
     parser.add_argument("--num-tasks", type=int, default=1, metavar="N", help="tasks that share the cells (default 1)")
     parser.add_argument("--task", type=int, metavar="I", help="which of them this one is, from 0; it collects nothing")
@@ -58,6 +69,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     args = parser.parse_intermixed_args(argv)
     if not 0 <= (args.task or 0) < args.num_tasks:
         raise UserError(f"--task {args.task} of --num-tasks {args.num_tasks}: tasks are numbered from 0")
+    if args.limit is not None and args.limit < 1:
+        raise UserError(f"--limit is {args.limit}; it must be at least 1")
     if args.collect and args.task is not None:
         raise UserError("--collect runs nothing and --task runs its cells; pass one of them")
     return args
@@ -66,13 +79,13 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 def chosen_grid(args: argparse.Namespace) -> Grid:
     """The grid of the file with what the command line puts in its place."""
     grid = read_grid(args.grid)
-    if args.prompts:
-        grid = grid.model_copy(update={"evaluate": grid.evaluate.model_copy(update={"prompts": args.prompts})})
+    given = {name: getattr(args, name) for name in ("prompts", "limit", "max_new_tokens") if getattr(args, name) is not None}
+    grid = grid.model_copy(update={"evaluate": grid.evaluate.model_copy(update=given)})
     if args.seeds:
         grid = grid.model_copy(update={"seeds": args.seeds})
     if args.cells:
         if unknown := [name for name in args.cells if name not in grid.cells]:
-            raise UserError(f"--cells {' '.join(unknown)}: {args.grid} has {', '.join(grid.cells)}")
+            raise UserError(f"--cells {','.join(unknown)}: {args.grid} has {', '.join(grid.cells)}")
         grid = grid.model_copy(update={"cells": {name: grid.cells[name] for name in args.cells}})
     if not grid.evaluate.prompts:
         raise UserError(f"{args.grid} names no test prompts; pass --prompts F.jsonl")

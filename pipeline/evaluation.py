@@ -22,7 +22,7 @@ from data_prep.tokens import check_template_args, load_tokenizer, prompt_ids, te
 from pipeline.acceptance import emitted_tokens
 from pipeline.drafter import DFlashDrafter
 from pipeline.prompts import Conversation
-from pipeline.replay import replay, respond
+from pipeline.replay import Responder, replay
 from pipeline.report import build_report, run_record
 from pipeline.results import ResultLog
 from pipeline.runtime import versions
@@ -76,6 +76,7 @@ class EvaluationTarget:
         self.model = load_model(folder, DTYPES[self.dtype])
         self.rows = self.model.get_input_embeddings().weight.shape[0]
         self.stop_token_ids = self._stop_tokens()
+        self.responder = Responder(self.model, settings.max_new_tokens, set(self.stop_token_ids))
         self.identity = identity(folder)
 
     def drafter(self, folder: Path) -> DFlashDrafter:
@@ -226,8 +227,7 @@ class Evaluation:
         todo = sorted(todo, key=lambda item: len(item[1]))
         for first in range(0, len(todo), WALK_BATCH):
             batch = todo[first:first + WALK_BATCH]
-            texts = respond(self.target.model, [ids for _, ids in batch], self.settings.max_new_tokens,
-                            set(self.target.stop_token_ids), layer_ids, longest)
+            texts = self.target.responder.texts([ids for _, ids in batch], layer_ids, longest)
             for (prompt, ids), text in zip(batch, texts):
                 runs = {role: replay(self.target.model, drafter, text) for role, drafter in self.drafters.items()}
                 yield prompt, {"prompt_token_ids": ids, "plain": run_record(text.plain),

@@ -39,21 +39,34 @@ class Text:
         return Generation(self.output_ids, [Step(0, 0)] * (len(self.output_ids) - 1))
 
 
-@torch.inference_mode()
-def respond(target: nn.Module, prompts: Sequence[Sequence[int]], max_new_tokens: int, stop_token_ids: Collection[int],
-            layer_ids: Sequence[int], block_size: int) -> list[Text]:
-    """The target's greedy responses to a batch of prompts, with the raw outputs of `layer_ids` over prompt and response."""
-    prompts = [list(prompt) for prompt in prompts]
-    # Verification looks up to K - 1 tokens past the end, be it a stop token or the limit.
-    texts = generate(target, prompts, max_new_tokens + block_size - 1, [])
-    outputs = [_cut(text[:max_new_tokens], stop_token_ids) for text in texts]
-    whole = [torch.tensor(prompt + text) for prompt, text in zip(prompts, texts)]
-    ids_BS = nn.utils.rnn.pad_sequence(whole, batch_first=True).to(target.device)
-    with TappedLayers(target, layer_ids) as taps:
-        target.get_decoder()(input_ids=ids_BS, use_cache=False)  # causal: padding behind a row changes nothing in it
-    return [Text(len(prompt), output, ids.to(target.device),
-                 {i: states_BSD[row, :len(prompt) + len(output)] for i, states_BSD in taps.outputs.items()})
-            for row, (prompt, output, ids) in enumerate(zip(prompts, outputs, whole))]
+class Responder:
+    """Greedy texts of one target. What it has generated is remembered, since every drafter is judged on the same text."""
+
+    def __init__(self, target: nn.Module, max_new_tokens: int, stop_token_ids: Collection[int]):
+        self.target, self.max_new_tokens, self.stop_token_ids = target, max_new_tokens, stop_token_ids
+        self._known: dict[tuple[int, ...], list[int]] = {}  # prompt -> tokens behind it
+
+    @torch.inference_mode()
+    def texts(self, prompts: Sequence[Sequence[int]], layer_ids: Sequence[int], block_size: int) -> list[Text]:
+        """The texts of a batch of prompts, with the raw outputs of `layer_ids` over prompt and response, for blocks of up to
+        `block_size` slots."""
+        behind = self._behind([tuple(prompt) for prompt in prompts], self.max_new_tokens + block_size - 1)
+        outputs = [_cut(text[:self.max_new_tokens], self.stop_token_ids) for text in behind]
+        whole = [torch.tensor([*prompt, *text]) for prompt, text in zip(prompts, behind)]
+        ids_BS = nn.utils.rnn.pad_sequence(whole, batch_first=True).to(self.target.device)
+        with TappedLayers(self.target, layer_ids) as taps:
+            self.target.get_decoder()(input_ids=ids_BS, use_cache=False)  # causal: padding behind a row changes nothing in it
+        return [Text(len(prompt), output, ids.to(self.target.device),
+                     {i: states_BSD[row, :len(prompt) + len(output)] for i, states_BSD in taps.outputs.items()})
+                for row, (prompt, output, ids) in enumerate(zip(prompts, outputs, whole))]
+
+    def _behind(self, prompts: list[tuple[int, ...]], length: int) -> list[list[int]]:
+        """`length` greedy tokens behind every prompt: verification looks up to K - 1 tokens past the response's end, be
+        that a stop token or the limit."""
+        missing = [prompt for prompt in dict.fromkeys(prompts) if len(self._known.get(prompt, ())) < length]
+        if missing:
+            self._known |= zip(missing, generate(self.target, [list(prompt) for prompt in missing], length, []))
+        return [self._known[prompt][:length] for prompt in prompts]
 
 
 @torch.inference_mode()

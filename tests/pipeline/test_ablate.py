@@ -135,7 +135,7 @@ def test_a_cell_whose_training_fails_is_named_with_its_reason_and_the_others_run
     data = made[0] / "data"
     argv = ["--grid", str(grid), "--out", str(tmp_path / "out"), f"target.path={data / 'target'}"]
     shutil.copytree(made[0] / "out/decay", tmp_path / "out/decay")
-    assert ablate.main([*argv, "--cells", "bad", "decay"]) == 2
+    assert ablate.main([*argv, "--cells", "bad,decay"]) == 2
     seen = capsys.readouterr()
     assert "bad, seed 0: training ended with code 2: error: no dataset in" in seen.err and "1 of 2 cells failed" in seen.err
     assert "| decay |" in seen.out and "1 runs of the grid are not finished" in seen.out

@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 
 from pipeline import replay as module
 from pipeline.drafter import DFlashDrafter
-from pipeline.replay import replay, respond
+from pipeline.replay import Responder, replay
 from pipeline.speculate import generate_drafted, generate_plain
 
 GOLDEN = Path(__file__).parents[1] / "data" / "golden"
@@ -24,7 +24,8 @@ def golden(request):
 
 
 def replayed(target, drafter, prompts, limit, stops=()):
-    texts = respond(target, prompts, limit, stops, drafter.config.target_layer_ids, drafter.config.block_size)
+    responder = Responder(target, limit, stops)
+    texts = responder.texts(prompts, drafter.config.target_layer_ids, drafter.config.block_size)
     return texts, [replay(target, drafter, text) for text in texts]
 
 
@@ -48,3 +49,14 @@ def test_a_stop_token_ends_the_steps_where_the_loop_ends_them(golden):
     loops = [generate_drafted(target, drafter, prompt, 30, {stop}) for prompt in prompts]
     assert [(run.output_ids, run.steps) for run in got] == [(run.output_ids, run.steps) for run in loops]
     assert len({len(run.output_ids) for run in got}) > 1
+
+
+def test_a_text_is_generated_once_however_many_drafters_are_judged_on_it(golden, monkeypatch):
+    target, drafter, prompts = golden
+    calls, generate = [], module.generate
+    monkeypatch.setattr(module, "generate", lambda *args: calls.append(len(args[1])) or generate(*args))
+    responder = Responder(target, 10, ())
+    for block_size in (8, 4, 9):
+        texts = responder.texts([*prompts[:3], prompts[0]], drafter.config.target_layer_ids, block_size)
+        assert [len(text.ids) - text.prompt for text in texts] == [9 + block_size] * 4
+    assert calls == [3, 3]  # a longer block looks further
