@@ -29,7 +29,7 @@ from pipeline.runtime import versions
 from pipeline.speculate import check_drafter_fits, generate_drafted, generate_plain
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-WALK_BATCH = 32  # prompts generated together
+WALK_TOKENS = 16384  # prompt and new tokens of the prompts that are generated together
 
 
 @dataclass(frozen=True)
@@ -224,9 +224,10 @@ class Evaluation:
         """(prompt, record) of every prompt, prompts of like lengths together."""
         layer_ids = sorted({i for drafter in self.drafters.values() for i in drafter.config.target_layer_ids})
         longest = max(drafter.config.block_size for drafter in self.drafters.values())
-        todo = sorted(todo, key=lambda item: len(item[1]))
-        for first in range(0, len(todo), WALK_BATCH):
-            batch = todo[first:first + WALK_BATCH]
+        todo = sorted(todo, key=lambda item: len(item[1]), reverse=True)
+        while todo:
+            rows = max(1, WALK_TOKENS // (len(todo[0][1]) + self.settings.max_new_tokens))
+            batch, todo = todo[:rows], todo[rows:]
             texts = self.target.responder.texts([ids for _, ids in batch], layer_ids, longest)
             for (prompt, ids), text in zip(batch, texts):
                 runs = {role: replay(self.target.model, drafter, text) for role, drafter in self.drafters.items()}
