@@ -25,7 +25,7 @@ from pipeline import runtime
 from pipeline.evaluation import DTYPES, Evaluation, EvaluationTarget, Settings
 from pipeline.plots import plot_acceptance, plot_training
 from pipeline.prompts import BENCHMARKS, Conversation, benchmark_files, read_conversations
-from pipeline.report import format_table
+from pipeline.report_text import format_table, markdown
 from pipeline.results import ResultLog
 
 OUTPUTS = ("report.json", "report.md", "prompts.jsonl", "acceptance.png", "training.png")
@@ -49,6 +49,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--dtype", choices=DTYPES, help="default: float32 on a CPU, bfloat16 on a GPU")
     parser.add_argument("--template-args", type=json.loads, default={}, metavar="JSON",
                         help='arguments of the chat template, e.g. \'{"enable_thinking": false}\'')
+    parser.add_argument("--dataset", type=Path, metavar="DIR", help="the dataset the drafter was trained on, to compare the "
+                        "chat template with (default: what the export wrote beside the weights)")
     parser.add_argument("--ignore-eos", action="store_true", help="generate past the target's stop tokens")
     parser.add_argument("--walk", action="store_true", help="greedy steps from batches: the same counts, no times")
     parser.add_argument("--num-tasks", type=int, default=1, metavar="N", help="processes that share the prompts (default 1)")
@@ -73,11 +75,13 @@ def evaluate(args: argparse.Namespace, target: EvaluationTarget, settings: Setti
              out: Path) -> None:
     """One temperature: the missing records, and the report unless this is one task of several."""
     folders = {"drafter": args.drafter} | ({"baseline": args.baseline} if args.baseline else {})
-    evaluation = Evaluation(target, settings, folders, conversations)
+    evaluation = Evaluation(target, settings, folders, conversations, args.dataset)
     out.mkdir(parents=True, exist_ok=True)
     log = ResultLog(out, evaluation.configuration, args.task)
     facts = evaluation.facts["settings"]
     print("settings:", ", ".join(f"{name} {value}" for name, value in facts.items()), flush=True)
+    if warning := evaluation.template_warning():
+        print(f"warning: {warning}", file=sys.stderr, flush=True)
     if log.changes:
         print(f"{log.path} holds results of another configuration, which are not used: {'; '.join(log.changes)}")
     if log.records:
@@ -92,6 +96,7 @@ def evaluate(args: argparse.Namespace, target: EvaluationTarget, settings: Setti
     plot_acceptance(report, out / "acceptance.png")
     if args.history:
         plot_training(args.history, out / "training.png")
+    write_atomic(out / "report.md", markdown(report).encode())
     write_atomic(out / "report.json", (json.dumps(report) + "\n").encode())
     show(out)
 

@@ -1,12 +1,13 @@
 """An evaluation: one target, one or two drafters and prompts, run to one record a prompt.
 
-A record holds `prompt_token_ids` and a run (report.run_record) for `plain`, `drafter` and, where there is one, `baseline`.
-Records come from the drafting loop, one sequence at a time and with its times, or under `walk` from batches that give the
+A record holds `prompt_token_ids` and a run (report.run_record) for `plain`, `drafter`, where there is one `baseline`, and on
+the first prompts `generate`, transformers' own. Records come from the drafting loop, one sequence at a time and with its times, or under `walk` from batches that give the
 same greedy steps without times (replay.py).
 """
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from tqdm import tqdm
 
 from data_prep.errors import UserError
 from data_prep.files import canonical_json, file_sha256, sha256_hex
+from data_prep.manifest import Manifest
 from data_prep.messages import Message
 from data_prep.model import load_model
 from data_prep.target import config_sha256, read_config, stop_token_ids, text_config
@@ -22,13 +24,16 @@ from data_prep.tokens import check_template_args, load_tokenizer, prompt_ids, te
 from pipeline.acceptance import emitted_tokens
 from pipeline.drafter import DFlashDrafter
 from pipeline.prompts import Conversation
+from pipeline.reference import generate_reference
 from pipeline.replay import Responder, replay
 from pipeline.report import build_report, run_record
 from pipeline.results import ResultLog
 from pipeline.runtime import versions
 from pipeline.speculate import check_drafter_fits, generate_drafted, generate_plain
+from pipeline.trace import logit_gaps
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+GENERATE_PROMPTS = 3  # first prompts that transformers' own `generate` is timed on
 WALK_TOKENS = 16384  # prompt and new tokens of the prompts that are generated together
 
 
@@ -134,7 +139,8 @@ class Evaluation:
     """`conversations` with the drafters of `folders` (`drafter`, `baseline`), all checked before anything runs."""
 
     def __init__(self, target: EvaluationTarget, settings: Settings, folders: dict[str, Path],
-                 conversations: list[Conversation]):
+                 conversations: list[Conversation], dataset: Path | None = None):
+        """dataset: the one that the drafter was trained on, if its folder does not say (a public drafter)."""
         self.target, self.settings, self.conversations = target, settings, conversations
         self.drafters = {role: target.drafter(folder) for role, folder in folders.items()}
         # All first prompts are checked before the first one is run; later turns depend on the answers.
@@ -144,6 +150,7 @@ class Evaluation:
             **{role: identity(folder) for role, folder in folders.items()},
             "prompts_sha256": self.prompts_sha256(conversations),
             "template": target.template,
+            "training_template": training_template(folders["drafter"], dataset),
             "settings": {
                 "max_new_tokens": settings.max_new_tokens, "temperature": settings.temperature, "seed": settings.seed,
                 "dtype": target.dtype, "device": target.device.type, "stop_token_ids": target.stop_token_ids,
@@ -159,9 +166,22 @@ class Evaluation:
 
     @property
     def configuration(self) -> dict:
-        """What results depend on: where a model lies does not count."""
+        """What results depend on: where a model lies and what it was trained with does not count."""
         return {name: {k: v for k, v in value.items() if k != "name"} if isinstance(value, dict) else value
-                for name, value in self.facts.items()}
+                for name, value in self.facts.items() if name != "training_template"}
+
+    def template_warning(self) -> str | None:
+        """What to tell about prompts that are rendered in another way than the training data was."""
+        trained, here = self.facts["training_template"], self.facts["template"]
+        if not any(conversation.talk for conversation in self.conversations):
+            return None
+        if trained is None:
+            return ("the drafter's folder does not say which chat template its training data was rendered with; name the dataset "
+                    "with --dataset to have it compared")
+        differences = [f"{name} is {here[name]!r} here and {trained[name]!r} in its training data"
+                       for name in ("sha256", "args") if here[name] != trained[name]]
+        return (f"the chat template's {' and its '.join(differences)}: the accepted length will differ from what serving with the "
+                "training template gives; pass the same --template-args and template") if differences else None
 
     def turns(self, task: int = 0, num_tasks: int = 1) -> list[tuple[int, int]]:
         """(prompt, turn) of every answer that is asked for, of task `task` of `num_tasks`."""
@@ -206,6 +226,11 @@ class Evaluation:
                       "plain": run_record(generate_plain(self.target.model, ids, **self._options(prompt, turn)))}
             for role, drafter in self.drafters.items():
                 record[role] = run_record(generate_drafted(self.target.model, drafter, ids, **self._options(prompt, turn)))
+                if self.settings.temperature == 0 and self.target.dtype != "float32":
+                    record[role]["logit_gaps"] = logit_gaps(self.target.model, ids, record[role]["output_ids"])
+            if prompt < GENERATE_PROMPTS and turn == 0:
+                options = {name: value for name, value in self._options(prompt, turn).items() if name != "generator"}
+                record["generate"] = run_record(generate_reference(self.target.model, ids, **options))
             yield prompt, record
 
     def _options(self, prompt: int, turn: int) -> dict:
@@ -217,6 +242,7 @@ class Evaluation:
     def _warm_up(self, ids: list[int]) -> None:
         """The first passes of a process are slow; keep them out of the first prompt's times."""
         generate_plain(self.target.model, ids, 2)
+        generate_reference(self.target.model, ids, 2)
         for drafter in self.drafters.values():
             generate_drafted(self.target.model, drafter, ids, 2)
 
@@ -233,6 +259,16 @@ class Evaluation:
                 runs = {role: replay(self.target.model, drafter, text) for role, drafter in self.drafters.items()}
                 yield prompt, {"prompt_token_ids": ids, "plain": run_record(text.plain),
                                **{role: run_record(run) for role, run in runs.items()}}
+
+
+def training_template(drafter: Path, dataset: Path | None) -> dict | None:
+    """Hash and arguments of the chat template of the drafter's training data: from `dataset`'s manifest, else from what the
+    export wrote beside the weights; None where neither says."""
+    if dataset:
+        manifest = Manifest.read(dataset)
+        return {"sha256": manifest.template_sha256, "args": manifest.template_args}
+    path = drafter / "training.json"
+    return (json.loads(path.read_text()).get("template") or None) if path.is_file() else None
 
 
 def identity(folder: Path) -> dict:

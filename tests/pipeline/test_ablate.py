@@ -1,8 +1,6 @@
 """A grid of tiny runs: every cell is trained, exported and evaluated once, paired cells differ in their own keys only."""
-import importlib.util
 import json
 import shutil
-import sys
 
 import pytest
 import yaml
@@ -10,7 +8,7 @@ import yaml
 from data_prep.errors import UserError
 from pipeline.drafter import DFlashDrafter
 from tests.datasets import make_run_folder, read_metrics
-from tests.distributed import ROOT
+from tests.evaluations import ROOT, script
 
 OVERRIDES = {"drafter.block_size": 8, "drafter.num_layers": 1, "optim.max_steps": 6, "checkpoint.every": 3, "log.every": 3,
              "evaluation.every": 3, "evaluation.share": 0.2}
@@ -19,12 +17,7 @@ CELLS = {"decay": {"loss.credit": "decay"}, "prefix": {"loss.credit": "accepted_
 
 @pytest.fixture(scope="module")
 def ablate():
-    """launch/ablate.py as a module; launch is no package, nothing imports it but its test."""
-    spec = importlib.util.spec_from_file_location("launch_ablate", ROOT / "launch/ablate.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    return script("ablate")
 
 
 def write_grid(path, **changes):

@@ -1,4 +1,3 @@
-import importlib.util
 import json
 import os
 import shutil
@@ -6,7 +5,6 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,11 +16,9 @@ from pipeline.drafter import DFlashDrafter
 from pipeline.drafter_config import DrafterConfig
 from pipeline.plots import plot_acceptance, plot_training
 from pipeline.report import NOTES
+from tests.evaluations import CASES, GOLDEN, ROOT, arguments, golden_prompts, report_of, script, without_times, write_lines
 
-ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "launch" / "evaluate.py"
-GOLDEN = ROOT / "tests" / "data" / "golden" / "qwen3"
-CASES = json.loads((GOLDEN / "generate.json").read_text())
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
@@ -36,12 +32,7 @@ def one_thread():
 
 @pytest.fixture(scope="module")
 def evaluate():
-    """launch/evaluate.py as a module; launch is no package, nothing imports it but its test."""
-    spec = importlib.util.spec_from_file_location("launch_evaluate", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    return script("evaluate")
 
 
 @pytest.fixture(scope="module")
@@ -49,30 +40,6 @@ def untrained(tmp_path_factory):
     folder = tmp_path_factory.mktemp("untrained")
     DFlashDrafter.from_pretrained(GOLDEN / "drafter").initialise(seed=0).save_pretrained(folder)
     return folder
-
-
-def write_lines(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
-def golden_prompts(path, count=6):
-    return write_lines(path, [{"prompt_token_ids": case["prompt"]} for case in CASES[:count]])
-
-
-def arguments(prompts, out, *more, target=GOLDEN / "target", drafter=GOLDEN / "drafter"):
-    return [str(a) for a in ("--target", target, "--drafter", drafter, "--prompts", prompts, "--out", out,
-                             "--dtype", "float32", *more)]
-
-
-def report_of(out):
-    return json.loads((out / "report.json").read_text())
-
-
-def without_times(report):
-    """What must not depend on when and how often the run was interrupted."""
-    times = ("speedup", "tokens_per_second", "seconds")
-    return {k: without_times(v) if isinstance(v, dict) else v for k, v in report.items() if k not in times}
 
 
 # --- the report ---------------------------------------------------------------------------------------------------
