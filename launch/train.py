@@ -151,7 +151,8 @@ def train(args: argparse.Namespace) -> int:
         return checkpoint.Marker(
             progress.done, steps, run.model_dump(mode="json"), data.drafter.to_public(runtime.dtype), data.manifest.sha256(),
             runtime.world, known, skipped=progress.skipped, skipped_in_row=progress.skipped_in_row,
-            evaluated=progress.evaluated, heldout=number)
+            evaluated=progress.evaluated, heldout=number,
+            template={"sha256": data.manifest.template_sha256, "args": data.manifest.template_args})
 
     for broken, why in checkpoint.flaws(folder).items():
         runtime.say(f"{folder / broken} {why} and is not used")

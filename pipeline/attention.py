@@ -87,7 +87,7 @@ def _difference(name: str, device: torch.device, dtype: torch.dtype, heads: tupl
     for implementation in (GroupedAttention, IMPLEMENTATIONS[name]):
         inputs = [t.clone().requires_grad_() for t in tensors]
         out = implementation(anchors, None, K, S)(*inputs)
-        results.append([out, *torch.autograd.grad((out * weight).sum(), inputs)])
+        results.append([out.detach(), *torch.autograd.grad((out * weight).sum(), inputs)])
     worst = max(float((a - b).norm() / b.norm()) for b, a in zip(*results))
     allowed = 3e-2 if dtype == torch.bfloat16 else 1e-4
     return None if worst <= allowed else f"differs from sdpa by {worst:.1e} (relative; {allowed:g} allowed)"

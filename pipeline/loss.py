@@ -1,6 +1,6 @@
 """The frozen head and the loss in one pass over chunks of blocks.
 
-The head has no gradient and D-PACE's weights depend on the block's own probabilities only, so a chunk of whole blocks
+The head has no gradient and a credit's weights depend on the block's own slots only, so a chunk of whole blocks
 is everything one needs at once: logits, NLL, weights and the gradient for the hidden states are computed together in
 the forward pass, and only that gradient is kept. Backward multiplies it by the incoming scalar. Two head-sized products
 in all, and the memory of one chunk. Slots without a label never reach the head. On a GPU nothing waits for a value of
@@ -61,7 +61,8 @@ class _BlockLoss(torch.autograd.Function):
             places_r = places_R[ends[part.start]:ends[part.stop]]
             chunk = _Chunk(hidden_TD, head_VD, labels_AJ, places_r)
             nll_AJ.view(-1)[places_r], correct_AJ.view(-1)[places_r] = chunk.nll_R, chunk.correct_R
-            weights_AJ[part] = credit_weights(kind, nll_AJ[part], mask_AJ[part], alpha=alpha, gamma=gamma)
+            weights_AJ[part] = credit_weights(kind, nll_AJ[part], mask_AJ[part], alpha=alpha, gamma=gamma,
+                                               correct=correct_AJ[part])
             if grad_TD is not None:
                 grad_TD[chunk.slots_R] = chunk.gradient(weights_AJ.view(-1)[places_r]).to(grad_TD.dtype)
         ctx.grad = None if grad_TD is None else grad_TD.view(A, K, D)

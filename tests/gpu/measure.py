@@ -140,11 +140,32 @@ class Measurement:
                                                             "GiB" if peak else ""), flush=True)
         self.results["step"] = found
         engine.module.attention = best = min(found, key=lambda name: found[name]["step_ms"])
+        self.results["phases_ms"] = self.phases(engine, rounds)
         by_kind = self.clock.in_turn({kind: partial(step, kind) for kind in ("decay", "dpace")}, 2 * rounds)
         self.results["best"] = best
         self.results["dpace_overhead"] = by_kind["dpace"] / by_kind["decay"] - 1
         print(f"D-PACE over fixed decay with {best}: {by_kind['dpace']:.2f} against {by_kind['decay']:.2f} ms, "
               f"{self.results['dpace_overhead']:+.2%}", flush=True)
+
+    def phases(self, engine, rounds: int) -> dict[str, float]:
+        """Where a step's time goes: drafter forward, head and loss, backward through the drafter, optimizer."""
+        mb, times = self.mb, {}
+        for _ in range(rounds):
+            marks = [self.clock.now()]
+            noise = torch.nn.functional.embedding(mb.block_ids_BT, self.table)
+            hidden = engine(noise, mb.features_BSE, mb.anchors_BN, mb.starts_BN)
+            marks.append(self.clock.now())
+            loss = self.loss(hidden.unflatten(1, (-1, self.shape.block)).flatten(0, 1), "dpace")
+            marks.append(self.clock.now())
+            engine.backward(loss)
+            marks.append(self.clock.now())
+            engine.step()
+            marks.append(self.clock.now())
+            for name, begin, end in zip(("forward", "head and loss", "backward", "optimizer"), marks, marks[1:]):
+                times.setdefault(name, []).append(1000 * (end - begin))
+        medians = {name: statistics.median(values) for name, values in times.items()}
+        print("phases, each waited for:", ", ".join(f"{name} {ms:.1f} ms" for name, ms in medians.items()), flush=True)
+        return medians
 
 
 def main() -> None:

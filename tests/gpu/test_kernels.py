@@ -11,7 +11,7 @@ import torch
 
 from pipeline import fused
 from pipeline.attention import IMPLEMENTATIONS, resolve_attention, why_not
-from pipeline.credit import KINDS
+from pipeline.credit import DECAY_KINDS, KINDS
 from pipeline.loss import block_loss
 from tests.pipeline.test_attention import PACKED, dense, packed_case
 from tests.pipeline.test_loss import plain_loss
@@ -86,7 +86,7 @@ def test_the_fused_loss_equals_plain_autograd_in_float64(kind, chunk_bytes):
     labels = torch.randint(0, V, (A, K - 1), generator=generator)
     mask = (torch.rand(A, K - 1, generator=generator) < 0.9).long().cumprod(-1).bool()
     exact_hidden = hidden.double().requires_grad_()
-    options = {"gamma": 4.0} if kind == "decay" else {}
+    options = {"gamma": 4.0} if kind in DECAY_KINDS else {}
     exact = plain_loss(exact_hidden, head.double(), labels, mask, kind, **options)
     (exact_grad,) = torch.autograd.grad(exact, exact_hidden)
     ours_hidden = hidden.to(DEVICE).requires_grad_()

@@ -3,12 +3,12 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
-from tests.paths import ROOT
-
+ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
