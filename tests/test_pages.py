@@ -30,6 +30,7 @@ ELSEWHERE = {
     "bash tests/run.sh": "runs this test",
     "pip install": "installs packages",
     "python -m venv": "installs packages",
+    "python3 -m venv": "installs packages",
     "zlab/bin/dflash": "an environment of its own, checked by hand",
     "vllm serve": "needs vLLM; tests/data_prep/test_vllm.py and checks by hand",
     "python -m sglang.launch_server": "needs SGLang and a GPU",

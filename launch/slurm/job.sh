@@ -28,7 +28,7 @@ run_task() {
     echo "== $(hostname -s), job ${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+ task $SLURM_ARRAY_TASK_ID}: $*"
     "${CONTAINER[@]}" "$@" &
     pid=$!
-    trap 'kill -TERM $pid 2>/dev/null; requeue "the time limit is near"' USR1
+    trap 'kill -TERM $pid 2>/dev/null; wait $pid || true; requeue "the time limit is near"' USR1
     wait "$pid" || code=$?
     trap - USR1
     [ "$code" = 0 ] || echo "error: exit code $code on node ${SLURMD_NODENAME:-$(hostname -s)}: $*" >&2

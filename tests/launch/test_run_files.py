@@ -4,6 +4,8 @@ import itertools
 import json
 import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -17,7 +19,7 @@ from data_prep.tiny_target import make_tiny_tokenizer
 from data_prep.tokens import load_tokenizer, template_sha256
 from pipeline.config import RunConfig
 from pipeline.sizes import expected
-from tests.distributed import ROOT, Ranks
+from tests.distributed import ROOT, Ranks, arguments_of, free_port
 
 RUNS = sorted(path.stem for path in (ROOT / "launch/runs").glob("*.yaml"))
 QWEN3 = {"model_type": "qwen3", "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
@@ -104,6 +106,14 @@ def test_a_dry_run_of_every_ready_run_agrees_with_its_header(name, rank, tmp_pat
     stored = number(r"storage  dataset (\d+) MiB", output) * 2**20 * (100_000 / SAMPLES) / 1e12
     assert stored == pytest.approx(number(r"tokens, ([\d.]+) TB", text), abs=0.01)
     assert number(r"Steps (\d+):", text) == 99_000 * 6 // tree["optim"]["global_batch"]
+
+
+def test_torchrun_starts_the_same_command(tmp_path):  # behind `--`: torchrun would take --run for its own --run-path
+    out = stand_in(tmp_path / "run", TARGETS["qwen3-8b"], [1, 9, 17, 25, 33], 151669)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}", "--",
+               "launch/train.py", *arguments_of(out, ("--dry-run", f"target.path={out}/target"), "launch/runs/qwen3-8b-5layers.yaml")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0 and "of 64 sequences = 2 ranks x 32 micro-batches x 1 sequences" in done.stdout, done.stderr[-3000:]
 
 
 @pytest.mark.parametrize("name", RUNS)

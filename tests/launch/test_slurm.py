@@ -59,7 +59,7 @@ def train(slurm, out: Path, signal_: str, *settings: str) -> str:
                      "launch/slurm/train.sbatch", SMOKE, f"out={out}", *RUN, *settings).strip()
 
 
-def wait(slurm, ready, out: Path, seconds: float = 120):
+def wait(slurm, ready, out: Path, seconds: float = 300):
     """What `ready()` returns once it is true."""
     deadline = time.monotonic() + seconds
     while not (found := ready()):
@@ -98,7 +98,7 @@ def minutes(time_: str) -> int:
     return 60 * int(hours) + int(whole)
 
 
-def ended(slurm, number: str, out: Path, seconds: float = 240) -> dict[str, str]:
+def ended(slurm, number: str, out: Path, seconds: float = 600) -> dict[str, str]:
     """The job's fields after its end."""
     return wait(slurm, lambda: (job := slurm.job(number))["JobState"] in ENDED and job, out, seconds)
 
@@ -146,8 +146,10 @@ def disturbed(slurm, chain, inputs):
     running(stops[0] + 8)
     slurm.ask("scontrol", "requeue", job)
     stops.append(stopped(slurm, job, out, 2))
+    running(stops[1] + 1)
+    ranks = ranks_of(job)
     running(stops[1] + 8)
-    for rank in ranks_of(job):
+    for rank in ranks:
         rank.suspend()  # SLURM looks at time limits every 30 s only: steps that take long, until its signal wakes them
     slurm.ask("scontrol", "update", f"JobId={job}", f"TimeLimit={minutes(slurm.job(job)['RunTime']) + 2}")
     stops.append(stopped(slurm, job, out, 3))
