@@ -2,8 +2,8 @@
 
     python -m data_prep merge responses.jsonl
 
-Conversations keep the order task 0, task 1, ...; it does not depend on which task ended first, and neither does the dataset
-that is made from it. The tasks' files stay; merging again writes the same file.
+Conversations keep the order task 0, task 1, ...; it does not depend on which task ended first, and neither does the
+dataset that is made from it. The tasks' files stay; merging again writes the same file.
 """
 
 import json
@@ -26,11 +26,11 @@ def merge_responses(out: Path) -> int:
     counts = sorted({int(match[1]) for match in found})
     if len(counts) != 1:
         raise UserError(
-            f"{out} has files of {' and of '.join(map(str, counts))} tasks beside it: which ones count is ambiguous; remove "
-            "the others."
+            f"{out} has files of {' and of '.join(map(str, counts))} tasks beside it: which ones count is ambiguous; "
+            "remove the others."
             if counts
-            else f"{out} is no dataset folder and has no files of tasks beside it (NAME.task-I-of-N, made by `python -m "
-            "data_prep respond --num-tasks N --task-id I`)."
+            else f"{out} is no dataset folder and has no files of tasks beside it (NAME.task-I-of-N, made by `python "
+            "-m data_prep respond --num-tasks N --task-id I`)."
         )
     (tasks,) = counts
     shares = [share_path(out, task, tasks) for task in range(tasks)]

@@ -1,8 +1,9 @@
 """The commands of the pages are run, in their order, on a tiny target with the template of a thinking model.
 
-What is changed is listed here and nothing else is: paths, sizes (`SMALL`) and what needs another machine (`ELSEWHERE`). A
-command that is neither run nor listed fails its page's test, and so does a link to a file that does not exist.
+What is changed is listed here and nothing else is: paths, sizes (`SMALL`) and what needs another machine (`ELSEWHERE`).
+A command that is neither run nor listed fails its page's test, and so does a link to a file that does not exist.
 """
+
 import json
 import os
 import re
@@ -21,9 +22,20 @@ from data_prep.tokens import load_tokenizer
 from tests.distributed import ROOT, Ranks
 from tests.paths import TEMPLATES
 
-PAGES = [Path(name) for name in ("README.md", "NOTES.md", "data_prep/README.md", "ds_configs/README.md", "launch/README.md",
-                                 "launch/TROUBLESHOOTING.md", "launch/runs/README.md", "launch/slurm/README.md",
-                                 "pipeline/README.md")]
+PAGES = [
+    Path(name)
+    for name in (
+        "README.md",
+        "NOTES.md",
+        "data_prep/README.md",
+        "ds_configs/README.md",
+        "launch/README.md",
+        "launch/TROUBLESHOOTING.md",
+        "launch/runs/README.md",
+        "launch/slurm/README.md",
+        "pipeline/README.md",
+    )
+]
 # Where a command cannot run here, and what shows instead that it is right.
 ELSEWHERE = {
     "bash launch/quickstart.sh": "tests/pipeline/test_quickstart.py runs it with --smoke",
@@ -38,9 +50,20 @@ ELSEWHERE = {
     "sbatch": "tests/launch/test_slurm.py submits the scripts to a real SLURM",
     "bash tests/soak.sh": "takes 20 minutes",
 }
-SMALL = ("drafter.num_layers=1", "drafter.block_size=4", "loss.max_anchors=8", "optim.global_batch=4", "optim.max_steps=2",
-         "evaluation.share=0", "data.workers=0", "drafter.target_layer_ids=null", "drafter.mask_token_id=null")
-PROMPTS = [f"Say {number} words about the {thing}." for number in range(4, 12) for thing in ("sea", "sun", "old town", "rain")]
+SMALL = (
+    "drafter.num_layers=1",
+    "drafter.block_size=4",
+    "loss.max_anchors=8",
+    "optim.global_batch=4",
+    "optim.max_steps=2",
+    "evaluation.share=0",
+    "data.workers=0",
+    "drafter.target_layer_ids=null",
+    "drafter.mask_token_id=null",
+)
+PROMPTS = [
+    f"Say {number} words about the {thing}." for number in range(4, 12) for thing in ("sea", "sun", "old town", "rain")
+]
 
 
 def blocks(page: Path, language: str) -> list[str]:
@@ -72,7 +95,12 @@ class Machine:
 
     def adapt(self, command: str, out: Path) -> list[str]:
         """The words of a command with this machine's paths and sizes."""
-        for name, value in {"$T": self.target, "$R": out, "other_run": out, "saved_dataset/": self.folder / "saved_dataset"}.items():
+        for name, value in {
+            "$T": self.target,
+            "$R": out,
+            "other_run": out,
+            "saved_dataset/": self.folder / "saved_dataset",
+        }.items():
             command = command.replace(name, str(value))
         words = shlex.split(command, comments=True)
         for i, word in enumerate(words):
@@ -83,7 +111,7 @@ class Machine:
             elif word == "--heldout":
                 words[i + 1] = "0.2"
         while "--server" in words:  # the target answers here
-            del words[words.index("--server"):words.index("--server") + 2]
+            del words[words.index("--server") : words.index("--server") + 2]
         return words
 
     def run(self, command: str, out: Path) -> None:
@@ -102,8 +130,14 @@ class Machine:
         elif words[:2] == ["deepspeed", "launch/train.py"]:
             self.train(words[2:], out)
         elif words[:2] == ["bash", "launch/slurm/submit.sh"]:
-            done = subprocess.run([*words, "--dry-run"], cwd=ROOT, capture_output=True, text=True, timeout=60,
-                                  env={**os.environ, "SITE": str(self.folder / "site.env")})
+            done = subprocess.run(
+                [*words, "--dry-run"],
+                cwd=ROOT,
+                capture_output=True,
+                text=True,
+                timeout=60,
+                env={**os.environ, "SITE": str(self.folder / "site.env")},
+            )
             assert done.returncode == 0 and done.stdout.count("sbatch --parsable ") == 8, done.stderr
         else:
             raise AssertionError(f"this test neither runs nor lists: {command}")
@@ -113,7 +147,9 @@ class Machine:
         run = words[3]
         if run == "my_run.yaml":  # the one on the page
             run = str(self.folder / run)
-            Path(run).write_text(blocks(Path("pipeline/README.md"), "yaml")[0].replace("/models/Qwen3-8B", str(self.target)))
+            Path(run).write_text(
+                blocks(Path("pipeline/README.md"), "yaml")[0].replace("/models/Qwen3-8B", str(self.target))
+            )
         rest = [word for word in words[4:] if not word.startswith("out=")]
         self.rank.train(out, *rest, *SMALL, run=run, ds_config=words[1])
 
@@ -143,8 +179,11 @@ def test_the_commands_of_a_page_run(page, machine, dataset, monkeypatch):
         for name in ("dataset", "prompts"):
             (out / name).symlink_to(dataset / name)
         if page == Path("launch/README.md"):
-            machine.run("deepspeed launch/train.py --ds_config ds_configs/zero3.json --run launch/runs/qwen3-8b-5layers.yaml "
-                        "out=$R target.path=$T", out)
+            machine.run(
+                "deepspeed launch/train.py --ds_config ds_configs/zero3.json --run launch/runs/qwen3-8b-5layers.yaml "
+                "out=$R target.path=$T",
+                out,
+            )
     for command in commands(page):
         if re.fullmatch(r"T=\S+; R=\S+( +#.*)?", command) or any(command.startswith(start) for start in ELSEWHERE):
             continue
@@ -165,15 +204,18 @@ def test_what_a_page_links_to_and_names_exists(page):
 
 
 def test_every_page_is_among_them():
-    found = {path.relative_to(ROOT) for part in ("", "data_prep", "ds_configs", "launch", "launch/*", "pipeline")
-             for path in ROOT.glob(f"{part}/*.md" if part else "*.md")}
+    found = {
+        path.relative_to(ROOT)
+        for part in ("", "data_prep", "ds_configs", "launch", "launch/*", "pipeline")
+        for path in ROOT.glob(f"{part}/*.md" if part else "*.md")
+    }
     assert found == set(PAGES)
 
 
 def test_the_readme_shows_what_to_do_within_two_screens_and_every_file_at_its_end():
     text = (ROOT / "README.md").read_text()
-    assert text[:text.index("## Results")].count("\n") < 115
-    tree = text[text.index("## Files"):]
+    assert text[: text.index("## Results")].count("\n") < 115
+    tree = text[text.index("## Files") :]
     for folder in ("data_prep", "pipeline"):
         for path in (ROOT / folder).glob("*.py"):
             assert path.name in tree or path.name == "__init__.py", path

@@ -1,7 +1,8 @@
 # Sourced by every batch script: the site, the environment, running a command that may be requeued.
 
 set -euo pipefail
-[ -f launch/slurm/job.sh ] || { echo "error: $PWD is not the repository: submit from its root, or with submit.sh" >&2; exit 2; }
+[ -f launch/slurm/job.sh ] || {
+    echo "error: $PWD is not the repository: submit from its root, or with submit.sh" >&2; exit 2; }
 source "${SITE:-launch/slurm/site.env}"
 setup
 mkdir -p "$SCRATCH"
@@ -17,15 +18,15 @@ requeue() {
         exit 75
     fi
     echo "== $1: requeueing, restart $((restarts + 1))"
-    scontrol requeue "$SLURM_JOB_ID" || { echo "error: $1, but SLURM refuses to requeue job $SLURM_JOB_ID" >&2; exit 75; }
+    scontrol requeue "$SLURM_JOB_ID" || echo "error: $1, but SLURM refuses to requeue job $SLURM_JOB_ID" >&2
     exit 75
 }
 
-# run_task COMMAND...: a command that carries on when it is repeated. Before the time limit (SIGUSR1) it is ended and the
-# job requeued; a failure ends the job with the command's exit code and names the node.
+# run_task COMMAND...: a command that carries on when it is repeated. Before the time limit (SIGUSR1) it is ended and
+# the job requeued; a failure ends the job with the command's exit code and names the node.
 run_task() {
     local code=0 pid
-    echo "== $(hostname -s), job ${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+ task $SLURM_ARRAY_TASK_ID}: $*"
+    echo "== job ${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+ task $SLURM_ARRAY_TASK_ID} on $(hostname -s): $*"
     "${CONTAINER[@]}" "$@" &
     pid=$!
     trap 'kill -TERM $pid 2>/dev/null; wait $pid || true; requeue "the time limit is near"' USR1

@@ -7,7 +7,7 @@
 #   --prompts FILE         prompts to train on (default OUT/prompts/train.jsonl, OUT being the run file's `out`)
 #   --heldout FILE         prompts to evaluate on (default OUT/prompts/heldout.jsonl)
 #   --template-args JSON   arguments of the chat template, as in serving; for answers and evaluation
-#   --respond "OPTIONS"    more options of `python -m data_prep respond`, split at blanks; --extract and --evaluate likewise
+#   --respond "OPTIONS"    more options of `python -m data_prep respond`, split at blanks; --extract, --evaluate alike
 #   --dry-run              print what would be submitted
 #
 # What the cluster is like stands in launch/slurm/site.env. A job that fails lets none of those after it run; submitted
@@ -70,7 +70,9 @@ job() {
 }
 
 if [ -z "$dry_run" ]; then
-    for file in "$prompts" "$heldout"; do [ -s "$file" ] || refuse "no prompts in $file (python -m data_prep prompts makes them)"; done
+    for file in "$prompts" "$heldout"; do
+        [ -s "$file" ] || refuse "no prompts in $file (python -m data_prep prompts makes them)"
+    done
     mkdir -p "$LOGS"
 fi
 array() { echo "$TASK_OPTIONS --array=0-$(($1 - 1))"; }
@@ -84,8 +86,8 @@ job extract "$id" "$(array "$EXTRACT_TASKS")" $folder/extract.sbatch --num-tasks
 job merge-dataset "$id" "$SMALL_OPTIONS" $folder/merge.sbatch "$DATASET"
 job train "$id" "$TRAIN_OPTIONS" $folder/train.sbatch "$run" "${overrides[@]}"
 job export "$id" "$SMALL_OPTIONS" $folder/export.sbatch "$OUT/checkpoints" "$OUT/drafter"
-evaluation=(--num-tasks "$EVALUATE_TASKS" --target "$TARGET" --drafter "$OUT/drafter" --prompts "$heldout" --out "$OUT/report" \
-    --template-args "$template_args" --history "$OUT/metrics.jsonl" "${evaluate[@]}")
+evaluation=(--num-tasks "$EVALUATE_TASKS" --target "$TARGET" --drafter "$OUT/drafter" --prompts "$heldout" \
+    --out "$OUT/report" --template-args "$template_args" --history "$OUT/metrics.jsonl" "${evaluate[@]}")
 job evaluate "$id" "$(array "$EVALUATE_TASKS")" $folder/evaluate.sbatch "${evaluation[@]}"
 job collect "$id" "$SMALL_OPTIONS" $folder/evaluate.sbatch "${evaluation[@]}"
 [ -n "$dry_run" ] || echo "logs: $LOGS"

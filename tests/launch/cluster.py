@@ -5,6 +5,7 @@ not meet. The daemons stay in the foreground, as children of the tests. The node
 differ in name only: all of them are this machine, with more CPUs than it has, so that jobs never wait for each other.
 Debian: apt-get install slurm-wlm munge
 """
+
 import contextlib
 import getpass
 import os
@@ -59,7 +60,9 @@ def _daemon(name: str) -> str | None:
 
 def missing() -> list[str]:
     """The programs of SLURM that this machine lacks."""
-    return [name for name in DAEMONS if not _daemon(name)] + [name for name in ("sbatch", "srun") if not shutil.which(name)]
+    return [name for name in DAEMONS if not _daemon(name)] + [
+        name for name in ("sbatch", "srun") if not shutil.which(name)
+    ]
 
 
 class Cluster:
@@ -83,23 +86,45 @@ class Cluster:
         key.write_bytes(secrets.token_bytes(128))
         key.chmod(0o600)
         host = socket.gethostname().split(".")[0]
-        lines = [f"NodeName={node} NodeHostname={host} NodeAddr=127.0.0.1 Port={self._ports[node]} CPUs={CPUS} "
-                 "RealMemory=4000 State=UNKNOWN" for node in self.nodes]
-        (self.folder / "slurm.conf").write_text(CONFIGURATION.format(
-            host=host, controller=self._ports["controller"], user=getpass.getuser(), folder=self.folder, nodes="\n".join(lines)))
-        munge = [f"--{name}={self.folder}/munge.{name.split('-')[0]}" for name in ("key-file", "socket", "pid-file",
-                                                                                  "log-file", "seed-file")]
+        lines = [
+            f"NodeName={node} NodeHostname={host} NodeAddr=127.0.0.1 Port={self._ports[node]} CPUs={CPUS} "
+            "RealMemory=4000 State=UNKNOWN"
+            for node in self.nodes
+        ]
+        (self.folder / "slurm.conf").write_text(
+            CONFIGURATION.format(
+                host=host,
+                controller=self._ports["controller"],
+                user=getpass.getuser(),
+                folder=self.folder,
+                nodes="\n".join(lines),
+            )
+        )
+        munge = [
+            f"--{name}={self.folder}/munge.{name.split('-')[0]}"
+            for name in ("key-file", "socket", "pid-file", "log-file", "seed-file")
+        ]
         self._run("munged", "--foreground", "--force", *munge)
         self._wait(lambda: (self.folder / "munge.socket").exists(), "munged does not answer")
         self._run("slurmctld", "-D")
         for node in self.nodes:
             self._run("slurmd", "-D", "-N", node)
-        self._wait(lambda: self.ask("sinfo", "-h", "-o", "%T", check=False).split() == ["idle"], "the nodes are not idle")
+        self._wait(
+            lambda: self.ask("sinfo", "-h", "-o", "%T", check=False).split() == ["idle"], "the nodes are not idle"
+        )
 
     def _run(self, name: str, *arguments: str) -> None:
         with (self.folder / f"{name}{len(self._children)}.out").open("w") as log:
-            self._children.append(subprocess.Popen([_daemon(name), *arguments], stdout=log, stderr=log, env=self.environment,
-                                                   cwd=self.folder, start_new_session=True))
+            self._children.append(
+                subprocess.Popen(
+                    [_daemon(name), *arguments],
+                    stdout=log,
+                    stderr=log,
+                    env=self.environment,
+                    cwd=self.folder,
+                    start_new_session=True,
+                )
+            )
 
     def _wait(self, ready, what: str, seconds: float = 30) -> None:
         deadline = time.monotonic() + seconds
@@ -118,10 +143,12 @@ class Cluster:
 
     def job(self, number: str) -> dict[str, str]:
         """The fields of `scontrol show job`."""
-        return dict(field.split("=", 1) for field in self.ask("scontrol", "show", "job", "-o", number).split() if "=" in field)
+        return dict(
+            field.split("=", 1) for field in self.ask("scontrol", "show", "job", "-o", number).split() if "=" in field
+        )
 
     def close(self) -> None:
-        """Ends the daemons and whatever jobs are left, all of them known by their SLURM_CONF, and removes the folder."""
+        """Ends the daemons and whatever jobs are left, all known by their SLURM_CONF, and removes the folder."""
         ours, left = self.environment["SLURM_CONF"], []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):

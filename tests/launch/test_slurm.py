@@ -1,4 +1,6 @@
-"""The batch scripts on a real SLURM: the whole chain, runs that are disturbed, failures. Skipped where SLURM is not installed."""
+"""The batch scripts on a real SLURM: the whole chain, a run that is disturbed, failures. Skipped where it is not
+installed."""
+
 import contextlib
 import json
 import sys
@@ -16,8 +18,10 @@ from tests.datasets import read_metrics
 from tests.distributed import ROOT, SMOKE
 from tests.launch import cluster
 
-pytestmark = pytest.mark.skipif(bool(cluster.missing()), reason=f"no {', '.join(cluster.missing())} on this machine "
-                                "(Debian: apt-get install slurm-wlm munge)")
+pytestmark = pytest.mark.skipif(
+    bool(cluster.missing()),
+    reason=f"no {', '.join(cluster.missing())} on this machine (Debian: apt-get install slurm-wlm munge)",
+)
 STEPS = 60
 RUN = (f"optim.max_steps={STEPS}", "optim.epochs=20")
 SITE = f"""\
@@ -55,8 +59,19 @@ def train(slurm, out: Path, signal_: str, *settings: str) -> str:
     """The id of a training job on two nodes of one rank each."""
     slurm.environment["LOGS"] = str(out / "slurm")
     (out / "slurm").mkdir(parents=True)
-    return slurm.ask("sbatch", "--parsable", f"--output={out}/slurm/train-%j.log", "--nodes=2", "--ntasks-per-node=1", signal_,
-                     "launch/slurm/train.sbatch", SMOKE, f"out={out}", *RUN, *settings).strip()
+    return slurm.ask(
+        "sbatch",
+        "--parsable",
+        f"--output={out}/slurm/train-%j.log",
+        "--nodes=2",
+        "--ntasks-per-node=1",
+        signal_,
+        "launch/slurm/train.sbatch",
+        SMOKE,
+        f"out={out}",
+        *RUN,
+        *settings,
+    ).strip()
 
 
 def wait(slurm, ready, out: Path, seconds: float = 300):
@@ -74,8 +89,8 @@ def steps_of(out: Path) -> int:
 
 
 def stopped(slurm, job: str, out: Path, restarts: int) -> int:
-    """The step at which the run stopped. The job has been requeued `restarts` times by now and may start again soon: SLURM
-    lets it wait for two minutes, so that no node takes its new credential for the revoked one; here a few seconds do."""
+    """The step at which the run stopped. The job has been requeued `restarts` times by now and may start again soon:
+    SLURM lets it wait for two minutes, so that no node takes its new credential for the revoked one; seconds do."""
     wait(slurm, lambda: (now := slurm.job(job))["Restarts"] == str(restarts) and now["JobState"] == "PENDING", out)
     done = steps_of(out)
     slurm.ask("scontrol", "update", f"JobId={job}", "StartTime=now+3", "TimeLimit=UNLIMITED")
@@ -123,8 +138,16 @@ def inputs(tmp_path_factory):
 @pytest.fixture(scope="module")
 def chain(slurm, inputs):
     """Job ids of the whole chain, from prompts to a report; its training, on one node of two ranks, has ended."""
-    jobs = submit(slurm, inputs, "--respond", "--max-new-tokens 24 --batch-size 172", "--extract",
-                  "--shard-bytes 500000 --batch-tokens 2048", "--evaluate", "--max-new-tokens 16")
+    jobs = submit(
+        slurm,
+        inputs,
+        "--respond",
+        "--max-new-tokens 24 --batch-size 172",
+        "--extract",
+        "--shard-bytes 500000 --batch-tokens 2048",
+        "--evaluate",
+        "--max-new-tokens 16",
+    )
     assert ended(slurm, jobs["train"], inputs)["JobState"] == "COMPLETED", log_of(inputs)
     return jobs
 
@@ -156,7 +179,9 @@ def disturbed(slurm, chain, inputs):
     return out, stops, ended(slurm, job, out)
 
 
-def test_a_run_on_two_nodes_that_is_signalled_requeued_and_out_of_time_ends_as_one_that_nobody_touched(disturbed, inputs):
+def test_a_run_on_two_nodes_that_is_signalled_requeued_and_out_of_time_ends_as_one_that_nobody_touched(
+    disturbed, inputs
+):
     out, stops, job = disturbed
     assert job["JobState"] == "COMPLETED" and job["Restarts"] == "3" and job["NodeList"] == "n[1-2]", log_of(out)
     assert 8 <= stops[0] < stops[1] < stops[2] < STEPS  # each of them in the middle of training
@@ -179,8 +204,15 @@ def test_the_whole_chain_with_three_extract_tasks_ends_in_a_report(slurm, chain,
 
 def test_a_task_that_fails_ends_its_job_with_its_exit_code_and_nothing_after_it_runs(slurm, inputs, tmp_path):
     (tmp_path / "nothing").mkdir()
-    jobs = submit(slurm, tmp_path / "run", f"target.path={tmp_path}/nothing", "--prompts", f"{inputs}/prompts/train.jsonl",
-                  "--heldout", f"{inputs}/prompts/heldout.jsonl")
+    jobs = submit(
+        slurm,
+        tmp_path / "run",
+        f"target.path={tmp_path}/nothing",
+        "--prompts",
+        f"{inputs}/prompts/train.jsonl",
+        "--heldout",
+        f"{inputs}/prompts/heldout.jsonl",
+    )
     failing = train(slurm, tmp_path / "alone", "--signal=USR1@120", "optim.lr=-1")
     states = {name: ended(slurm, number, tmp_path / "run") for name, number in jobs.items()}
     assert (states["respond"]["JobState"], states["respond"]["ExitCode"]) == ("FAILED", "2:0")
