@@ -54,7 +54,7 @@ job() {
     local name=$1 after=$2 options=$3 log=$LOGS/%x-%j.log
     shift 3
     [[ $options != *--array* ]] || log=$LOGS/%x-%A_%a.log
-    local command=(sbatch --parsable --job-name="$name" --chdir="$PWD" --output="$log" $SITE_OPTIONS $options)
+    local command=(sbatch --parsable --job-name="$name" --chdir="$PWD" --output="$log" --export=ALL $SITE_OPTIONS $options)
     [ -z "$after" ] || command+=(--dependency="afterok:$after" --kill-on-invalid-dep=yes)
     command+=("$@")
     if [ -n "$dry_run" ]; then

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(
 STEPS = 60
 RUN = (f"optim.max_steps={STEPS}", "optim.epochs=20")
 SITE = f"""\
-SITE_OPTIONS="--export=ALL"
+SITE_OPTIONS=""
 TRAIN_OPTIONS="--nodes=1 --ntasks-per-node=2"
 TASK_OPTIONS="" SMALL_OPTIONS=""
 RESPOND_TASKS=2 EXTRACT_TASKS=3 EVALUATE_TASKS=2
