@@ -55,17 +55,17 @@ def submit(slurm, out: Path, *options: str) -> dict[str, str]:
     return {line.split()[0]: line.split()[2] for line in lines if " job " in line}
 
 
-def train(slurm, out: Path, signal_: str, *settings: str) -> str:
-    """The id of a training job on two nodes of one rank each."""
+def train(slurm, out: Path, *settings: str, nodes: int = 2) -> str:
+    """The id of a training job of one rank on each node."""
     slurm.environment["LOGS"] = str(out / "slurm")
     (out / "slurm").mkdir(parents=True)
     return slurm.ask(
         "sbatch",
         "--parsable",
         f"--output={out}/slurm/train-%j.log",
-        "--nodes=2",
+        f"--nodes={nodes}",
         "--ntasks-per-node=1",
-        signal_,
+        "--signal=USR1@120",
         "launch/slurm/train.sbatch",
         SMOKE,
         f"out={out}",
@@ -156,7 +156,7 @@ def chain(slurm, inputs):
 def disturbed(slurm, chain, inputs):
     """A run on two nodes of one rank each that is signalled, requeued and out of time; the fourth start ends it."""
     out = inputs.parent / "disturbed"
-    job = train(slurm, out, "--signal=USR1@120", f"data.path={inputs}/dataset", f"target.path={inputs}/target")
+    job = train(slurm, out, f"data.path={inputs}/dataset", f"target.path={inputs}/target")
     stops = []
 
     def running(step: int) -> int:
@@ -213,7 +213,7 @@ def test_a_task_that_fails_ends_its_job_with_its_exit_code_and_nothing_after_it_
         "--heldout",
         f"{inputs}/prompts/heldout.jsonl",
     )
-    failing = train(slurm, tmp_path / "alone", "--signal=USR1@120", "optim.lr=-1")
+    failing = train(slurm, tmp_path / "alone", "optim.lr=-1", nodes=1)
     states = {name: ended(slurm, number, tmp_path / "run") for name, number in jobs.items()}
     assert (states["respond"]["JobState"], states["respond"]["ExitCode"]) == ("FAILED", "2:0")
     assert {states[name]["JobState"] for name in jobs if name != "respond"} == {"CANCELLED"}
