@@ -89,5 +89,6 @@ job export "$id" "$SMALL_OPTIONS" $folder/export.sbatch "$OUT/checkpoints" "$OUT
 evaluation=(--num-tasks "$EVALUATE_TASKS" --target "$TARGET" --drafter "$OUT/drafter" --prompts "$heldout" \
     --out "$OUT/report" --template-args "$template_args" --history "$OUT/metrics.jsonl" "${evaluate[@]}")
 job evaluate "$id" "$(array "$EVALUATE_TASKS")" $folder/evaluate.sbatch "${evaluation[@]}"
-job collect "$id" "$SMALL_OPTIONS" $folder/evaluate.sbatch "${evaluation[@]}"
+# On a GPU like the tasks: device and precision are settings of an evaluation, and results of other ones are not used.
+job collect "$id" "$TASK_OPTIONS" $folder/evaluate.sbatch "${evaluation[@]}"
 [ -n "$dry_run" ] || echo "logs: $LOGS"
