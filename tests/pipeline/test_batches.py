@@ -3,11 +3,11 @@ from collections import Counter
 
 import pytest
 import torch
-from torch.utils.data import DataLoader
 
 from data_prep.errors import UserError
 from data_prep.manifest import Manifest, read_index
 from pipeline.anchors import draw_anchors
+from pipeline.loader import StepLoader
 from pipeline.order import StepPlan
 from tests.datasets import make_run_folder, sample, step_dataset
 
@@ -58,8 +58,8 @@ def test_a_step_has_the_same_samples_and_anchors_on_any_number_of_ranks(folder, 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_workers_and_a_late_start_change_nothing(folder, workers):
     steps = step_dataset(folder)
-    loader = DataLoader(steps, batch_size=None, sampler=range(7, len(steps)), num_workers=workers)
-    assert [content(mbs) for mbs in loader] == [content(steps[t]) for t in range(7, len(steps))]
+    with StepLoader(steps, 7, len(steps), workers=workers, budget=2**20) as loader:
+        assert [content(batch.micro_batches) for batch in loader] == [content(steps[t]) for t in range(7, len(steps))]
 
 
 def test_anchors_are_drawn_anew_each_epoch_and_only_where_two_tokens_are_supervised():

@@ -97,8 +97,8 @@ def test_a_killed_worker_is_named_on_its_rank_and_stops_the_other_one_at_the_sam
             for step in range(len(data)):
                 batch = next(loader)
                 if step == 2 and runtime.rank == 1:
-                    (worker,) = loader._workers
-                    os.kill(worker.pid, signal.SIGKILL)
+                    (worker,) = loader.workers
+                    os.kill(worker.process.pid, signal.SIGKILL)
                 agree(step, batch, torch.ones((), dtype=torch.float64), "stop", runtime)
 
     other, dead = run_ranks(body)
@@ -110,10 +110,9 @@ def test_a_killed_worker_is_named_on_its_rank_and_stops_the_other_one_at_the_sam
 
 def test_a_worker_that_hangs_is_a_problem_and_not_a_wait_for_ever(made, monkeypatch):
     data = step_dataset(made)
-    monkeypatch.setattr("pipeline.loader.PATIENCE", 1)
-    monkeypatch.setattr("pipeline.loader.POLL", 0.5)
-    monkeypatch.setattr(data.reader, "read", lambda entry: time.sleep(60))
-    monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.1)  # s to wait for workers at the end
+    monkeypatch.setattr("pipeline.workers.PATIENCE", 1)
+    monkeypatch.setattr("pipeline.workers.LAST_WORDS", 0.1)
+    monkeypatch.setattr(data.reader, "fill", lambda entry, hidden: time.sleep(60))
     with StepLoader(data, 0, len(data), workers=1, budget=2**20) as loader:
         assert "delivered nothing for 1 s" in next(loader).problem
 
