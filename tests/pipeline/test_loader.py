@@ -3,6 +3,7 @@ import multiprocessing
 import os
 import shutil
 import signal
+import threading
 import time
 
 import pytest
@@ -88,6 +89,90 @@ def test_workers_end_with_the_loop_also_in_the_middle_and_ignore_the_ranks_signa
         next(loader)
         assert len(children() - before) == 2
     assert children() == before
+
+
+@pytest.mark.parametrize("workers,pack", [(0, None), (2, None), (2, 64)])
+def test_a_batch_that_is_kept_keeps_its_values_however_far_the_loop_goes_on(made, workers, pack):
+    data = step_dataset(made, pack=pack)
+    with StepLoader(data, 0, len(data), workers=workers, budget=2 * data.largest_bytes) as loader:
+        batches = list(loader)
+    for step, batch in enumerate(batches):
+        for ours, fresh in zip(batch.micro_batches, data[step], strict=True):
+            for name, value in vars(fresh).items():
+                kept = getattr(ours, name)
+                assert name == "lease" or (torch.equal(kept, value) if torch.is_tensor(value) else kept == value), name
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_batches_that_are_dropped_need_no_more_buffers_than_one_step_and_what_is_read_ahead(made, workers):
+    data = step_dataset(made)
+    with StepLoader(data, 0, len(data), workers=workers, budget=3 * data.largest_bytes) as loader:
+        places = set()
+        for _ in range(len(data)):
+            batch = next(loader)
+            places |= {mb.features_BSE.data_ptr() for mb in batch.micro_batches}
+            del batch
+    assert len(places) <= data.passes.per_step + (2 if workers else 0)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_batch_that_a_gpu_still_copies_is_not_overwritten_though_nobody_holds_it(made, workers):
+    data, copied = step_dataset(made), threading.Event()
+    with StepLoader(data, 0, len(data), workers=workers, budget=data.largest_bytes) as loader:
+        leases = [mb.lease for mb in next(loader).micro_batches]
+        memories = [lease.buffer.memory for lease in leases]  # without a lease
+        before = [memory.clone() for memory in memories]
+        for lease in leases:
+            lease.hold(copied.is_set)
+        leases = lease = None
+        threading.Timer(0.3, copied.set).start()
+        steps = 1
+        while not copied.is_set():
+            assert all(map(torch.equal, memories, before))
+            batch = next(loader)
+            assert batch.micro_batches and not batch.problem
+            del batch
+            steps += 1
+        for _ in range(steps, len(data)):
+            next(loader)
+    assert not any(map(torch.equal, memories, before)), "the buffers were not used again"
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: copies run behind the process")
+@pytest.mark.parametrize("workers", [0, 2])
+def test_batches_arrive_whole_on_a_gpu_that_is_far_behind(made, workers):
+    data, device = step_dataset(made), torch.device("cuda")
+    with StepLoader(data, 0, len(data), workers=workers, budget=3 * data.largest_bytes, pin_memory=True) as loader:
+        torch.cuda._sleep(10**9)  # the stream starts copying about a second from now
+        moved = []
+        for batch in loader:
+            assert all(mb.features_BSE.is_pinned() for mb in batch.micro_batches)
+            moved.append([mb.to(device, torch.bfloat16) for mb in batch.micro_batches])
+            del batch
+    for step, batch in enumerate(moved):
+        for ours, fresh in zip(batch, data[step], strict=True):
+            assert torch.equal(ours.features_BSE.cpu(), fresh.features_BSE)
+            assert torch.equal(ours.labels_BNJ.cpu(), fresh.labels_BNJ)
+
+
+def test_workers_end_when_their_rank_is_killed(made):
+    def rank(pipe):
+        data = step_dataset(made)
+        with StepLoader(data, 0, len(data), workers=2, budget=2**20) as loader:
+            next(loader)
+            pipe.send([worker.process.pid for worker in loader.workers])
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    fork = multiprocessing.get_context("fork")
+    ours, theirs = fork.Pipe()
+    process = fork.Process(target=rank, args=(theirs,))
+    process.start()
+    workers = ours.recv()
+    process.join()
+    give_up = time.monotonic() + 30
+    while any(os.path.exists(f"/proc/{pid}") for pid in workers):
+        assert time.monotonic() < give_up
+        time.sleep(0.1)
 
 
 def test_a_killed_worker_is_named_on_its_rank_and_stops_the_other_one_at_the_same_step(made):
