@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
 
 from pipeline.anchors import block_input_ids, block_labels, draw_anchors
 from pipeline.buffers import Lease
@@ -44,7 +43,8 @@ class Shape(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        return sum(-(-math.prod(shape) * dtype.itemsize // ALIGNED) * ALIGNED for dtype, shape in self._parts().values())
+        sizes = [math.prod(shape) * dtype.itemsize for dtype, shape in self._parts().values()]
+        return sum(-(-nbytes // ALIGNED) * ALIGNED for nbytes in sizes)
 
     def _parts(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         B, S, E, N, K = self
@@ -64,7 +64,7 @@ class MicroBatch:
     labels_BNJ: Tensor  # int64, J = K - 1
     mask_BNJ: Tensor  # bool
     real_tokens: int  # without padding
-    starts_BN: Tensor | None = None  # int64: where the block's document begins, 0 where unused; None: one document a row
+    starts_BN: Tensor | None = None  # int64: where the block's document begins, 0 where unused; None: one a row
     damaged: tuple[str, ...] = ()  # what was wrong with the samples that are missing here
     lease: Lease | None = None  # of the memory that all of it lies in; None where it lies in memory of its own
 
@@ -115,7 +115,7 @@ class _Document(NamedTuple):
     block_ids: Tensor
 
 
-class StepDataset(Dataset):
+class StepDataset:
     """Map from optimizer step to this rank's micro-batches."""
 
     def __init__(self, reader: SampleReader, passes: Passes, *, rank: int, max_anchors: int, block_size: int,
@@ -185,9 +185,9 @@ class StepDataset(Dataset):
         block_ids = block_input_ids(ids, anchors_1N, self.block_size, self.mask_token_id)
         return _Document(item.entry.key, b, start, anchors, labels[0], mask[0], block_ids[0])
 
-    def _write_blocks(self, documents: list[_Document], shape: Shape, tensors: dict[str, Tensor], first: list[int]) -> None:
-        """first: of the used blocks of each row. Unused ones come before them: ascending order keeps the context prefixes
-        of attention groups short."""
+    def _write_blocks(self, documents: list[_Document], shape: Shape, tensors: dict[str, Tensor], first: list[int]):
+        """first: of the used blocks of each row. Unused ones come before them: ascending order keeps the context
+        prefixes of attention groups short."""
         block_ids_BNK = tensors["block_ids_BT"].view(shape.B, shape.N, shape.K).fill_(self.mask_token_id)
         for name in ("anchors_BN", "starts_BN", "labels_BNJ", "mask_BNJ"):
             tensors[name].zero_()

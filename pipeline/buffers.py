@@ -1,9 +1,9 @@
 """The memory that batches live in: taken once, filled again and again.
 
-Fresh memory costs several times what reading costs, since the kernel clears every page of it. So batches lie in the buffers
-of a pool, shared with the forked processes that fill them, and page-locked once for a GPU. Nobody hands a buffer back: a
-lease gives its memory as a tensor, and when that tensor and all that share its memory are gone, the buffer is free. What
-copies from it without owning it (a GPU) says so with `Lease.hold`.
+Fresh memory costs several times what reading costs, since the kernel clears every page of it. So batches lie in the
+buffers of a pool, shared with the forked processes that fill them, and page-locked once for a GPU. Nobody hands a
+buffer back: a lease gives its memory as a tensor, and when that tensor and all that share its memory are gone, the
+buffer is free. What copies from it without owning it (a GPU) says so with `Lease.hold`.
 """
 import mmap
 import time
@@ -69,7 +69,7 @@ class Pool:
             lock(buffer)
 
     def take(self, wait: bool = False) -> Lease | None:
-        """A free buffer; None where there is none and the pool does not grow. wait: for copies that are not done yet."""
+        """A free buffer; None where there is none and the pool does not grow. wait: for copies that are not done."""
         while True:
             for _ in range(len(self._free)):
                 buffer, copies = self._free.popleft()

@@ -1,8 +1,8 @@
 """CRC-32 while bytes are read: each piece is summed while the processor's cache still holds it.
 
-Reading warm pages and summing them keep one core busy, so a long stretch is read and summed in two halves at once, by two
-threads; the sums of the halves combine into that of the whole. zlib-ng gives zlib's CRC-32 by carry-less multiplication:
-11.6 GB/s where zlib itself takes 3.4 and reading 8 (one core of a 2021 EPYC).
+Reading warm pages and summing them keep one core busy, so a long stretch is read and summed in two halves at once, by
+two threads; the sums of the halves combine into that of the whole. zlib-ng gives zlib's CRC-32 by carry-less
+multiplication: 11.6 GB/s where zlib itself takes 3.4 and reading 8 (one core of a 2021 EPYC).
 """
 import os
 from concurrent.futures import Future, ThreadPoolExecutor, wait

@@ -1,8 +1,8 @@
 """One sample out of its shard: one byte range, checked before anything is trained on it.
 
-The range begins where the sample before it ends, so it holds the sample's KEY.json as well: the key must be the index's,
-the CRC-32 the one that was recorded when the shard was written, the shapes those of the manifest. The states are read
-straight into the batch's memory; nothing of their size is allocated or copied.
+The range begins where the sample before it ends, so it holds the sample's KEY.json as well: the key must be the
+index's, the CRC-32 the one that was recorded when the shard was written, the shapes those of the manifest. The states
+are read straight into the batch's memory; nothing of their size is allocated or copied.
 """
 import io
 import json
@@ -46,7 +46,7 @@ class SampleReader:
         self._codes = torch.empty(0, dtype=torch.uint8)  # where fp8 states are read into, as long as the longest so far
 
     def read(self, entry: SampleEntry) -> dict[str, Tensor]:
-        """input_ids int32 [S], loss_mask uint8 [S], hidden bf16 [S, F, D], in memory of their own. Raises like `fill`."""
+        """input_ids int32 [S], loss_mask uint8 [S], hidden bf16 [S, F, D], in memory of their own; raises as `fill`."""
         hidden = torch.empty(entry.tokens, *self.features, dtype=torch.bfloat16)
         ids, mask = self.fill(entry, hidden.flatten(1))
         return {"input_ids": ids, "loss_mask": mask, "hidden": hidden}

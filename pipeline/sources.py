@@ -68,7 +68,8 @@ class FileRange:
         except OSError as error:
             raise _unreadable(self.path, error) from error
         if count < len(view):
-            raise UserError(f"{self.path} was cut to {self.begin + at + count} bytes while it was read; restore it from a copy")
+            raise UserError(f"{self.path} was cut to {self.begin + at + count} bytes while it was read; restore it from a "
+                            "copy, then continue with --resume auto")
 
 
 class FetchedRange:

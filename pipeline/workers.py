@@ -1,7 +1,7 @@
 """The processes that read ahead: each is told which micro-batch goes into which buffer, and answers when it is there.
 
-They are forked, so buffers made before are the same memory on both sides: what was read is neither sent nor mapped again.
-Only a few hundred bytes about it pass through a pipe.
+They are forked, so buffers made before are the same memory on both sides: what was read is neither sent nor mapped
+again. Only a few hundred bytes about it pass through a pipe.
 """
 import multiprocessing
 import os
@@ -60,14 +60,14 @@ class Worker:
                 return self._pipe.recv()
         except (EOFError, OSError):
             return self._obituary()
-        return (f"the reading process {self.process.pid} delivered nothing for {PATIENCE} s; check the disk or the server, "
-                "then continue with --resume auto")
+        return (f"the reading process {self.process.pid} delivered nothing for {PATIENCE} s; check the disk or the "
+                "server, then continue with --resume auto")
 
     def _obituary(self) -> str:
         self.process.join(LAST_WORDS)
-        return (f"reading process {self.process.name} (pid {self.process.pid}, exit code {self.process.exitcode}) died. Exit "
-                "code -9 is a kill, mostly for memory (lower data.prefetch_bytes or data.workers, see `dmesg`); 1 is an error "
-                "that it printed. The last checkpoint is intact, continue with --resume auto")
+        return (f"reading process {self.process.name} (pid {self.process.pid}, exit code {self.process.exitcode}) died. "
+                "Exit code -9 is a kill, mostly for memory (lower data.prefetch_bytes or data.workers, see `dmesg`), 1 an "
+                "error that it printed. The last checkpoint is intact, continue with --resume auto")
 
     def ask_to_end(self) -> None:
         self._ending.set()

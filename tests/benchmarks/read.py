@@ -4,8 +4,8 @@
     python tests/benchmarks/read.py --bytes 300000000 --json read.json
 
 Samples are those of an 8B target: 5 features of width 4096 in bf16, lengths log-normal around 800 tokens, cut at 3072.
-Every round reads all of them once in each way, one way after the other in one process and from warm pages; a ratio is the
-median of the rounds' own. Fresh memory is new for every sample, reused memory one buffer as long as the longest sample.
+Every round reads all of them once in each way, one way after the other in one process and from warm pages; a ratio is
+the median of the rounds' own. Fresh memory is new for every sample, reused memory one buffer as long as the longest.
 After that, what 1, 2 and 4 reading processes deliver, without their first epoch, in which their buffers are new.
 """
 import argparse
@@ -22,7 +22,6 @@ import torch
 import webdataset
 
 from data_prep.manifest import Features, Manifest, SampleEntry, Target
-from data_prep.samples import read_into
 from data_prep.shards import ShardWriter, shard_name
 from pipeline.batches import StepDataset
 from pipeline.checksum import crc32
@@ -37,13 +36,14 @@ STEP = 4  # sequences of a step
 SHARD_BYTES = 400_000_000
 OURS, PACKED = "shards to batches, checked", "the same, rows of 8192 tokens"
 REUSED, FRESH = "readinto, reused memory", "readinto, fresh memory"
-WEBDATASET, TORCH, SAFETENSORS = "webdataset, default decoding", "torch.save, a file a sample", "safetensors, a file a sample"
+WEBDATASET = "webdataset, default decoding"
+TORCH, SAFETENSORS = "torch.save, a file a sample", "safetensors, a file a sample"
 
 
 def write_samples(folder: Path, nbytes: int) -> list[SampleEntry]:
     """Shards, and every sample once more as a file of torch.save and one of safetensors; about `nbytes` bytes each."""
     rng = np.random.default_rng(0)
-    values = torch.from_numpy(rng.integers(0, 2**15, LONGEST * FEATURES * HIDDEN, dtype=np.int16)).view(torch.bfloat16)
+    values = torch.from_numpy(rng.integers(0, 2**14, LONGEST * FEATURES * HIDDEN, dtype=np.int16)).view(torch.bfloat16)
     entries, writer, written, number = [], None, 0, 0
     while written < nbytes or number % STEP:
         tokens = int(np.clip(rng.lognormal(np.log(800), 0.7), 60, LONGEST))
@@ -67,8 +67,8 @@ def step_dataset(folder: Path, entries: list[SampleEntry], epochs: int, pack_tok
     manifest = Manifest.model_construct(target=Target.model_construct(hidden_size=HIDDEN),
                                         features=Features(layer_ids=list(range(FEATURES))))
     passes = Passes(StepPlan(entries, 0, epochs, STEP), world=1, micro_batch=1, pack_tokens=pack_tokens)
-    return StepDataset(SampleReader(LocalFolder(folder), manifest, entries), passes, rank=0, max_anchors=512, block_size=16,
-                       mask_token_id=0)
+    reader = SampleReader(LocalFolder(folder), manifest, entries)
+    return StepDataset(reader, passes, rank=0, max_anchors=512, block_size=16, mask_token_id=0)
 
 
 def read_steps(loader: StepLoader, steps: int) -> None:
@@ -117,8 +117,9 @@ def ways(folder: Path, entries: list[SampleEntry], loaders: dict[str, StepLoader
             for tensor in safetensors.torch.load_file(path).values():
                 tensor.clone()
 
-    return {name: lambda loader=loader: read_steps(loader, steps) for name, loader in loaders.items()} | {
-        REUSED: into_reused, FRESH: into_fresh, WEBDATASET: plain_webdataset, TORCH: torch_files, SAFETENSORS: safetensors_files}
+    others = {REUSED: into_reused, FRESH: into_fresh, WEBDATASET: plain_webdataset, TORCH: torch_files,
+              SAFETENSORS: safetensors_files}
+    return {name: lambda loader=loader: read_steps(loader, steps) for name, loader in loaders.items()} | others
 
 
 def check(folder: Path, data: StepDataset) -> None:
@@ -169,7 +170,7 @@ def report(nbytes: int, samples: int, taken: dict[str, list[float]], file: Path 
             return statistics.median(other / own for own, other in zip(taken[name], taken[to]))
         return statistics.median(taken[to]) / statistics.median(taken[name])
 
-    print(f"{samples} samples, {nbytes / 1e9:.2f} GB, CRC-32 from {crc32.__module__}; medians of {len(taken[OURS])} rounds")
+    print(f"{samples} samples, {nbytes / 1e9:.2f} GB, CRC-32 of {crc32.__module__}; {len(taken[OURS])} rounds, medians")
     print(f"{'':<32}{'GB/s':>7}{'slowest':>9}{'fastest':>9}{'x reused':>10}{'x webdataset':>14}")
     numbers = {}
     for name, runs in taken.items():
@@ -178,7 +179,8 @@ def report(nbytes: int, samples: int, taken: dict[str, list[float]], file: Path 
         print(f"{name:<32}{rates[0]:>7.2f}{rates[1]:>9.2f}{rates[2]:>9.2f}{ratios[0]:>10.2f}{ratios[1]:>14.2f}")
         numbers[name] = dict(zip(("gb_per_s", "slowest", "fastest", "of_reused", "of_webdataset"), rates + ratios))
     if file:
-        file.write_text(json.dumps({"bytes": nbytes, "samples": samples, "crc32": crc32.__module__, "ways": numbers}, indent=2))
+        found = {"bytes": nbytes, "samples": samples, "crc32": crc32.__module__, "ways": numbers}
+        file.write_text(json.dumps(found, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -104,8 +104,9 @@ def test_what_the_memory_held_before_changes_nothing(folder, micro, pack):
     for step in (0, 3):
         for index in range(data.passes.per_step):
             ours, fresh = data.fill(step, index, memory).batch(memory), data.micro_batch(step, index)
-            assert all(torch.equal(value, getattr(ours, name)) if torch.is_tensor(value) else value == getattr(ours, name)
-                       for name, value in vars(fresh).items())
+            for name, value in vars(fresh).items():
+                mine = getattr(ours, name)
+                assert torch.equal(mine, value) if torch.is_tensor(value) else mine == value, name
 
 
 @pytest.mark.parametrize("pack", [None, 400])
@@ -135,7 +136,8 @@ def test_after_the_first_steps_no_memory_is_used_for_the_first_time(tmp_path):
         writer.add(f"{key:06d}", {}, mask.int(), mask, {"hidden": torch.randn(256, 2, 8192).bfloat16()})
     writer.finish()
     writer.publish()
-    manifest = Manifest.model_construct(target=Target.model_construct(hidden_size=8192), features=Features(layer_ids=[1, 2]))
+    target = Target.model_construct(hidden_size=8192)
+    manifest = Manifest.model_construct(target=target, features=Features(layer_ids=[1, 2]))
     passes = Passes(StepPlan(writer.samples, 0, 3, 4), world=1, micro_batch=2)
     data = StepDataset(SampleReader(LocalFolder(tmp_path), manifest, writer.samples), passes, rank=0, max_anchors=4,
                        block_size=4, mask_token_id=0)

@@ -116,7 +116,7 @@ def test_every_damaged_byte_of_a_sample_is_found(folder, summed):
 
 @pytest.mark.parametrize("last_hidden", [False, True])
 @pytest.mark.parametrize("storage", ["bf16", "fp8"])
-def test_any_storage_reads_into_the_given_memory_what_decoding_the_whole_sample_gives(folder, tmp_path, storage, last_hidden):
+def test_any_storage_reads_into_the_given_memory_what_decoding_gives(folder, tmp_path, storage, last_hidden):
     writer = ShardWriter(tmp_path, "000000.tar")
     for key in (30, 2, 17):  # a longer one first
         ids, mask, hidden = sample(key)
