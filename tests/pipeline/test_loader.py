@@ -209,6 +209,14 @@ def test_a_worker_that_hangs_is_a_problem_and_not_a_wait_for_ever(made, monkeypa
         assert "delivered nothing for 1 s" in next(loader).problem
 
 
+def test_a_worker_with_an_error_that_nobody_foresaw_prints_it_and_is_named(made, monkeypatch, capfd):
+    data = step_dataset(made)
+    monkeypatch.setattr(data.reader, "fill", lambda entry, hidden: 1 / 0)
+    with StepLoader(data, 0, len(data), workers=1, budget=2**20) as loader:
+        assert "exit code 1) died" in next(loader).problem
+    assert "ZeroDivisionError" in capfd.readouterr().err
+
+
 def steps_of(folder, on_error, batch=4, pack=None):
     def body(runtime):
         data = step_dataset(folder, rank=runtime.rank, world=2, batch=batch, epochs=1, pack=pack)
