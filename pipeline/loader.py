@@ -50,8 +50,8 @@ def read_ahead(workers: int, budget: int, largest: int) -> tuple[int, int]:
 class StepLoader:
     """The batches of steps first..last-1, in order; a context manager that ends its workers.
 
-    A micro-batch lies in a buffer that is filled again once nothing holds the micro-batch any more. There are buffers for
-    what is read ahead and for one step; whoever keeps more makes this process read by itself, into further buffers.
+    A micro-batch lies in a buffer that is filled again once nothing holds the micro-batch any more. There are buffers
+    for what is read ahead and for one step; whoever keeps more makes this process read by itself, into further ones.
     """
 
     def __init__(self, data: StepDataset, first: int, last: int, *, workers: int, budget: int, pin_memory: bool = False):
@@ -90,8 +90,12 @@ class StepLoader:
         return batch
 
     def _ask(self, wait: bool = False) -> None:
-        """Workers in turn read ahead as far as budget and free buffers allow; wait: for a GPU's copies out of buffers."""
-        while len(self._asked) < self._ahead and self._place < self._end and (lease := self._shared.take(wait)):
+        """Workers in turn read ahead as far as budget and free buffers allow; wait: for one at least, if all that keeps
+        it is a GPU's copy."""
+        while len(self._asked) < self._ahead and self._place < self._end:
+            lease = self._shared.take(wait=wait and not self._asked)
+            if lease is None:
+                return
             worker = self.workers[0]
             self.workers.rotate(-1)
             worker.ask(self._place, lease.buffer.index)

@@ -60,6 +60,7 @@ class Worker:
                 return self._pipe.recv()
         except (EOFError, OSError):
             return self._obituary()
+        self.process.kill()  # it must not write into a buffer that is somebody else's later
         return (f"the reading process {self.process.pid} delivered nothing for {PATIENCE} s; check the disk or the "
                 "server, then continue with --resume auto")
 
