@@ -16,6 +16,7 @@ from pathlib import Path
 
 from data_prep.errors import UserError
 from pipeline import checkpoint
+from pipeline.attention import resolve_attention
 from pipeline.batches import StepDataset
 from pipeline.config import RunConfig, load_run
 from pipeline.dataset import TrainingData, open_dataset
@@ -53,7 +54,11 @@ def build(run: RunConfig, data: TrainingData, dataset: StepDataset, heldout: lis
     from pipeline.trainer import Trainer
 
     head = TargetHead.load(run.target_path, data.manifest, runtime.device, runtime.dtype)
-    drafter = initial_drafter(run, data)
+    drafter, config = initial_drafter(run, data), data.drafter
+    drafter.attention = resolve_attention(
+        run.attention, runtime.device, runtime.dtype,
+        (config.num_attention_heads, config.num_key_value_heads, config.head_dim), runtime.say)
+    runtime.say(f"attention {drafter.attention}")
     engine = build_engine(recompute_layers(drafter) if run.optim.activation_checkpointing else drafter, ds_config, runtime)
     evaluate = heldout and run.evaluation.every
     evaluation = HeldoutSet(data.reader, heldout, run, data.drafter.mask_token_id) if evaluate else None
@@ -146,7 +151,8 @@ def train(args: argparse.Namespace) -> int:
         return checkpoint.Marker(
             progress.done, steps, run.model_dump(mode="json"), data.drafter.to_public(runtime.dtype), data.manifest.sha256(),
             runtime.world, known, skipped=progress.skipped, skipped_in_row=progress.skipped_in_row,
-            evaluated=progress.evaluated, heldout=number)
+            evaluated=progress.evaluated, heldout=number,
+            template={"sha256": data.manifest.template_sha256, "args": data.manifest.template_args})
 
     for broken, why in checkpoint.flaws(folder).items():
         runtime.say(f"{folder / broken} {why} and is not used")

@@ -68,3 +68,31 @@ def tau_difference(one: Sequence[Sequence[int]], other: Sequence[Sequence[int]])
     draws_RP = _draws(len(pairs))
     differences = draws_RP @ emitted_b / (draws_RP @ steps_b) - draws_RP @ emitted_a / (draws_RP @ steps_a)
     return float(emitted_b.sum() / steps_b.sum() - emitted_a.sum() / steps_a.sum()), _percentiles(differences)
+
+
+# Runs of one cell with several seeds on the same prompts: [seed][prompt][step] accepted tokens.
+SeededRuns = Sequence[Sequence[Sequence[int]]]
+
+
+def _mean_of_seeds(draws_RP: np.ndarray, runs: SeededRuns) -> np.ndarray:
+    """Pooled tau of each resample, averaged over the seeds, float [R]."""
+    taus = []
+    for one in runs:
+        emitted, steps = _counts(one)
+        taus.append(draws_RP @ emitted / (draws_RP @ steps))
+    return np.mean(taus, axis=0)
+
+
+def seeds_interval(runs: SeededRuns) -> tuple[float, Interval]:
+    """Pooled tau averaged over seeds, and its interval over prompts: the seeds are those that were run, only prompts are
+    drawn."""
+    prompts = len(runs[0])
+    return float(_mean_of_seeds(np.ones((1, prompts)), runs)[0]), _percentiles(_mean_of_seeds(_draws(prompts), runs))
+
+
+def seeds_difference(one: SeededRuns, other: SeededRuns) -> tuple[float, Interval]:
+    """That of `other` minus that of `one`, both on the same drawn prompts."""
+    prompts = len(one[0])
+    whole, draws_RP = np.ones((1, prompts)), _draws(prompts)
+    found = float(_mean_of_seeds(whole, other)[0] - _mean_of_seeds(whole, one)[0])
+    return found, _percentiles(_mean_of_seeds(draws_RP, other) - _mean_of_seeds(draws_RP, one))

@@ -52,6 +52,7 @@ class Marker:
     skipped_in_row: int = 0
     evaluated: bool = True  # False: the held-out evaluation due at this step was cut short
     heldout: float | None = None  # the held-out number of this step, if it was taken: the higher the better
+    template: dict = field(default_factory=dict)  # chat template of the training data: sha256 and args
 
 
 def tag_of(step: int) -> str:

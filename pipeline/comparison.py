@@ -10,7 +10,7 @@ from pipeline.bootstrap import tau_difference
 
 # What has to be the same for a prompt-by-prompt difference to mean anything.
 SAME = ("prompt_token_ids", "target.weights_sha256", "template", "settings.max_new_tokens", "settings.temperature",
-        "settings.stop_token_ids", "settings.dtype")
+        "settings.stop_token_ids", "settings.dtype", "settings.method")
 
 
 def read_report(path: Path) -> dict:

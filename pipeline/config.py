@@ -11,13 +11,13 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from data_prep.errors import UserError
-from pipeline.credit import DECAY_GAMMA
+from pipeline.credit import DECAY_GAMMA, DECAY_KINDS
 from pipeline.sources import is_url
 
 # Keys that a resumed run may change freely: where things lie, how fast they come, what is shown and kept, how a step is
 # cut into passes. All others decide the numbers and are compared (pipeline/checkpoint.py).
 FREE_ON_RESUME = frozenset({
-    "out", "data.path", "data.pack_tokens", "data.on_error", "data.workers", "data.prefetch_bytes", "data.cache_dir",
+    "out", "attention", "data.path", "data.pack_tokens", "data.on_error", "data.workers", "data.prefetch_bytes", "data.cache_dir",
     "data.cache_bytes", "target.path", "drafter.init", "drafter.init_from", "optim.micro_batch",
     "optim.activation_checkpointing", "optim.max_nonfinite", "checkpoint.every", "checkpoint.keep", "checkpoint.keep_every",
     "evaluation.every", "log.every"})
@@ -57,8 +57,8 @@ class DrafterSection(_Section):
 
 
 class LossSection(_Section):
-    credit: Literal["uniform", "decay", "dpace", "dpace_cumulative", "dpace_continuation"] = Field(
-        "dpace", description="weight of each slot in the loss (pipeline/credit.py)")
+    credit: Literal["uniform", "decay", "dpace", "dpace_cumulative", "dpace_continuation", "accepted_prefix",
+                    "reanchored_decay"] = Field("dpace", description="weight of each slot in the loss (pipeline/credit.py)")
     alpha: float = Field(0.5, gt=0, le=1, description="smoothing of D-PACE's weights, in (0, 1]; 0.3 to 0.7 is stable")
     gamma: float | None = Field(None, gt=0, description="decay constant; default DFlash's for block 16, 10 and 8")
     normalisation: Literal["global", "reference"] = Field(
@@ -109,6 +109,9 @@ class RunConfig(_Section):
     seed: int = 0
     precision: Literal["auto", "bf16", "fp32"] = Field(
         "auto", description="auto: bf16 with fp32 master weights where the device computes in it, else fp32")
+    attention: Literal["auto", "sdpa", "flex", "flash"] = Field(
+        "auto", description="how block attention is computed (pipeline/attention.py), one mathematics; auto: the fastest that "
+                            "works on the device")
     data: DataSection = DataSection()
     target: TargetSection = TargetSection()
     drafter: DrafterSection = DrafterSection()
@@ -121,9 +124,9 @@ class RunConfig(_Section):
     @model_validator(mode="after")
     def _cross_checks(self):
         K, gamma = self.drafter.block_size, self.loss.gamma
-        if self.loss.credit == "decay" and gamma is None and K not in DECAY_GAMMA:
-            raise ValueError(f"loss.gamma is needed for credit `decay` with block_size {K}: DFlash published constants "
-                             f"only for {sorted(DECAY_GAMMA)}; set loss.gamma")
+        if self.loss.credit in DECAY_KINDS and gamma is None and K not in DECAY_GAMMA:
+            raise ValueError(f"loss.gamma is needed for credit `{self.loss.credit}` with block_size {K}: DFlash published "
+                             f"constants only for {sorted(DECAY_GAMMA)}; set loss.gamma")
         if self.optim.min_lr > self.optim.lr:
             raise ValueError(f"optim.min_lr {self.optim.min_lr} is above optim.lr {self.optim.lr}; lower it")
         return self

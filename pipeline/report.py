@@ -1,4 +1,4 @@
-"""From finished prompts to report.json and the table on the terminal.
+"""From finished prompts to the content of report.json.
 
 A record is one prompt's line of the result log: `prompt_token_ids` and, for each of `plain`, `drafter` and (where a
 second drafter was given) `baseline`, a run: `output_ids`, `drafted` and `accepted` per verification step, `seconds`.
@@ -18,9 +18,14 @@ NOTES = {
     " step too when a stop token or the length limit cut its tokens off the output; the first token of an output"
     " comes from the prompt's forward pass and belongs to no step",
     "output_ids": "response ids of the drafted runs, one list per prompt, prompt excluded",
-    "lossless": "drafted output ids equal the target's plain greedy ids on every prompt; null when sampled",
+    "lossless": "drafted output ids equal the target's plain greedy ids on every prompt; null when sampled, and by the method"
+    " `walk`, which reads the steps off the target's own text",
+    "largest_logit_gap": "by how much the target, run once more over its own drafted output, would prefer another token at"
+    " most; null in float32, where outputs are compared token by token",
     "tokens_per_second": "output tokens after the first over seconds after the prompt's forward pass; `plain` is the"
-    " same loop with block size 1",
+    " same loop with block size 1, `generate` is transformers' own on the first prompts; null by the method `walk`",
+    "speedup": "drafted over plain; speedup_over_generate: drafted over `generate`, both on its prompts",
+    "training_template": "chat template of the drafter's training data, null where nothing says",
     "accepted_per_slot": "share of steps that accepted slot 1, 2, ...; the conditional share is among the steps that"
     " accepted the slot before, null where none did",
 }
@@ -36,24 +41,28 @@ def run_record(generation: Generation) -> dict:
     }
 
 
-def build_report(records: list[dict], block_sizes: dict[str, int], facts: dict) -> dict:
-    """The content of report.json; `block_sizes` names K for `drafter` and, if evaluated, `baseline`."""
-    sampled = facts["settings"]["temperature"] > 0
+def build_report(records: list[dict], sources: list[str], block_sizes: dict[str, int], facts: dict) -> dict:
+    """The content of report.json; `sources` names the benchmark of every record, `block_sizes` K for `drafter` and, if
+    evaluated, `baseline`."""
+    comparable = facts["settings"]["temperature"] == 0 and facts["settings"]["method"] == "loop"
     report = {
-        **_drafter_block(records, "drafter", block_sizes["drafter"], sampled),
+        **_drafter_block(records, "drafter", block_sizes["drafter"], comparable),
         "prompts": len(records),
+        "sources": sources,
+        "by_source": {name: _source_block([r for r, s in zip(records, sources) if s == name])
+                      for name in dict.fromkeys(sources)},
         "prompt_token_ids": [record["prompt_token_ids"] for record in records],
         **facts,
         "notes": NOTES,
     }
     if "baseline" in block_sizes:
         identity = report.pop("baseline")
-        block = _drafter_block(records, "baseline", block_sizes["baseline"], sampled)
+        block = _drafter_block(records, "baseline", block_sizes["baseline"], comparable)
         report["baseline"] = {**block, "drafter": identity}
     return report
 
 
-def _drafter_block(records: list[dict], role: str, block_size: int, sampled: bool) -> dict:
+def _drafter_block(records: list[dict], role: str, block_size: int, comparable: bool) -> dict:
     runs, plain = [record[role] for record in records], [record["plain"] for record in records]
     accepted = [run["accepted"] for run in runs]
     tau = acceptance.tau_pooled(accepted)
@@ -64,7 +73,10 @@ def _drafter_block(records: list[dict], role: str, block_size: int, sampled: boo
         for i, (run, own) in enumerate(zip(runs, plain))
         if run["output_ids"] != own["output_ids"]
     ]
-    rates = {"plain": tokens_per_second(plain), "drafted": tokens_per_second(runs)}
+    timed = [record for record in records if "generate" in record]
+    rates = {"plain": tokens_per_second(plain), "drafted": tokens_per_second(runs),
+             "generate": tokens_per_second([record["generate"] for record in timed])}
+    gaps = [gap for run in runs for gap in run.get("logit_gaps", [])]
     return {
         "tau": tau.value,
         "tau_interval": bootstrap.tau_interval(accepted),
@@ -77,14 +89,29 @@ def _drafter_block(records: list[dict], role: str, block_size: int, sampled: boo
         "verification_steps": tau.denominator,
         "emitted_tokens": tau.numerator,
         "drafted_tokens": sum(sum(run["drafted"]) for run in runs),
-        "lossless": None if sampled else not differences,
-        "differences": None if sampled else differences,
-        "speedup": rates["drafted"] / rates["plain"] if all(rates.values()) else None,
+        "lossless": not differences if comparable else None,
+        "differences": differences if comparable else None,
+        "largest_logit_gap": max(gaps, default=None),
+        "speedup": _over(rates["drafted"], rates["plain"]),
+        "speedup_over_generate": _over(tokens_per_second([record[role] for record in timed]), rates["generate"]),
         "tokens_per_second": rates,
         "seconds": {"plain": _sum_seconds(plain), "drafted": _sum_seconds(runs)},
         "emitted_per_step": [[a + 1 for a in run] for run in accepted],
         "output_ids": [run["output_ids"] for run in runs],
     }
+
+
+def _source_block(records: list[dict]) -> dict:
+    """The numbers of one benchmark alone."""
+    accepted = [record["drafter"]["accepted"] for record in records]
+    plain, drafted = (tokens_per_second([record[role] for record in records]) for role in ("plain", "drafter"))
+    return {"prompts": len(records), "tau": acceptance.tau_pooled(accepted).value,
+            "tau_interval": bootstrap.tau_interval(accepted),
+            "tau_mean_of_prompts": acceptance.tau_mean_of_prompts(accepted), "speedup": _over(drafted, plain)}
+
+
+def _over(rate: float | None, other: float | None) -> float | None:
+    return rate / other if rate and other else None
 
 
 def first_difference(a: list[int], b: list[int]) -> int:
@@ -93,57 +120,12 @@ def first_difference(a: list[int], b: list[int]) -> int:
 
 
 def tokens_per_second(runs: list[dict]) -> float | None:
-    """Tokens after the first over seconds after the prefill; None when no prompt went past its first token."""
+    """Tokens after the first over seconds after the prefill; None when no prompt went past its first token, or nothing
+    was timed."""
     tokens = sum(len(run["output_ids"]) - 1 for run in runs)
     seconds = sum(run["seconds"][part] for run in runs for part in ("draft", "verify", "rest"))
-    return tokens / seconds if tokens else None
+    return tokens / seconds if tokens and seconds else None
 
 
 def _sum_seconds(runs: list[dict]) -> dict[str, float]:
     return {part: sum(run["seconds"][part] for run in runs) for part in ("prefill", "draft", "verify", "rest")}
-
-
-def format_table(report: dict) -> str:
-    """Aligned rows for the terminal: the trained drafter and, where evaluated, the untrained one."""
-    rows = [("", "tau", "95 %", "tok/s plain", "tok/s drafted", "speed-up", "lossless", "acceptance per slot")]
-    blocks = {"trained": report} | ({"untrained": report["baseline"]} if "baseline" in report else {})
-    for name, block in blocks.items():
-        rate = block["tokens_per_second"]
-        slots = " ".join(_number(share, 2) for share in block["accepted_per_slot"])
-        rows.append((
-            name, _number(block["tau"], 3), _interval(block["tau_interval"]), _number(rate["plain"], 1), _number(rate["drafted"], 1),
-            _number(block["speedup"], 2) + "x", _lossless(block), slots,
-        ))
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1)]
-    lines = [
-        "  ".join([name.ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(cells, widths[1:])), slots])
-        for name, *cells, slots in rows
-    ]
-    lines += [f"output equals the target's own greedy output ({name}): {_lossless_line(block, report)}"
-              for name, block in blocks.items()]
-    return "\n".join(line.rstrip() for line in lines)
-
-
-def _number(value: float | None, digits: int) -> str:
-    return "-" if value is None else f"{value:.{digits}f}"
-
-
-def _interval(ends: list[float] | None) -> str:
-    return "-" if ends is None else "{:.2f}..{:.2f}".format(*ends)
-
-
-def _lossless(block: dict) -> str:
-    return {True: "yes", False: "no", None: "-"}[block["lossless"]]
-
-
-def _lossless_line(block: dict, report: dict) -> str:
-    if block["lossless"] is None:
-        return "not compared, tokens were sampled"
-    if block["lossless"]:
-        return "yes"
-    first, dtype = block["differences"][0], report["settings"]["dtype"]
-    line = (
-        f"no, {len(block['differences'])} of {report['prompts']} prompts differ, the first is prompt {first['prompt']}"
-        f" at response token {first['position']}"
-    )
-    return line if dtype == "float32" else f"{line} ({dtype} rounding turns near-ties; compare with --dtype float32)"

@@ -1,8 +1,8 @@
 """The log of an evaluation's finished prompts, so that a killed run carries on where it stopped.
 
-`results.jsonl` holds one line a prompt, each with the key (hash) of the configuration that made it: weights, prompts,
-settings. A run reads back only the lines of its own key. Another configuration's lines stay in the file and are never
-mixed in; what differs from the latest of them is told.
+A line of it is one prompt, with the key (hash) of the configuration that made it: weights, prompts, settings. A run reads
+back only the lines of its own key. Another configuration's lines stay in the file and are never mixed in; what differs
+from the latest of them is told.
 """
 
 from __future__ import annotations
@@ -16,18 +16,24 @@ from data_prep.files import canonical_json, sha256_hex
 
 
 class ResultLog:
-    """Records by (prompt, turn) of one configuration; `append` is durable when it returns."""
+    """Records by (prompt, turn) of one configuration; `append` is durable when it returns.
 
-    def __init__(self, path: Path, configuration: dict):
-        self.path = path
+    All results*.jsonl of the folder are read. Task I of several appends to a file of its own, results-I.jsonl, so that they
+    may run at the same time.
+    """
+
+    def __init__(self, folder: Path, configuration: dict, task: int | None = None):
+        self.path = folder / ("results.jsonl" if task is None else f"results-{task}.jsonl")
         self.key = sha256_hex(canonical_json(configuration))
-        lines = _read_complete_lines(path) if path.exists() else []
+        if self.path.exists():
+            _cut_torn_line(self.path)
+        lines = [line for path in sorted(folder.glob("results*.jsonl")) for line in _complete_lines(path)]
         self.records = {
             (line["prompt"], line["turn"]): line for line in lines if line["key"] == self.key and "prompt" in line
         }
-        headers = [line for line in lines if "configuration" in line]
-        self.changes = [] if not headers else _differences(headers[-1]["configuration"], configuration)
-        if not headers or headers[-1]["key"] != self.key:
+        known = [line for line in _complete_lines(self.path) if "configuration" in line] if self.path.exists() else []
+        self.changes = _differences(known[-1]["configuration"], configuration) if known else []
+        if not known or known[-1]["key"] != self.key:
             self._write({"key": self.key, "configuration": configuration})
 
     def append(self, prompt: int, turn: int, record: dict) -> None:
@@ -42,14 +48,17 @@ class ResultLog:
             os.fsync(file.fileno())
 
 
-def _read_complete_lines(path: Path) -> list[dict]:
-    """All lines; a last one without its newline was cut by a kill and is removed from the file."""
+def _cut_torn_line(path: Path) -> None:
+    """A last line without its newline was cut by a kill."""
     content = path.read_bytes()
-    end = content.rfind(b"\n") + 1
-    if end < len(content):
+    if (end := content.rfind(b"\n") + 1) < len(content):
         os.truncate(path, end)
+
+
+def _complete_lines(path: Path) -> list[dict]:
+    content = path.read_bytes()
     try:
-        return [json.loads(line) for line in content[:end].splitlines()]
+        return [json.loads(line) for line in content[:content.rfind(b"\n") + 1].splitlines()]
     except json.JSONDecodeError as error:
         raise UserError(f"{path} is damaged ({error}); delete it to evaluate anew") from error
 

@@ -11,6 +11,7 @@ Shape legend: K slots of a block, T new positions, E = F*D concatenated features
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from data_prep.errors import UserError
+from data_prep.model import decoder_layers
 
 
 @dataclass(frozen=True)
@@ -221,8 +223,8 @@ class _Drafting:
         return logits_KV.argmax(dim=-1).tolist(), None
 
 
-class _CachedTarget:
-    """A target with a fresh key/value cache and hooks that keep the tapped layers' raw outputs of the last forward.
+class TappedLayers:
+    """Keeps the raw outputs of some decoder layers of the target's last forward pass, by layer id.
 
     A hook sees the output of decoder layer i itself (Hugging Face `hidden_states[i + 1]`), before any final norm, and
     nothing is kept of the layers that are not tapped.
@@ -230,11 +232,10 @@ class _CachedTarget:
 
     def __init__(self, target: nn.Module, layer_ids: Sequence[int]):
         self.target, self.layer_ids = target, list(layer_ids)
-        self.cache = DynamicCache(config=target.config)
         self.outputs: dict[int, Tensor] = {}
 
-    def __enter__(self) -> _CachedTarget:
-        layers = self.target.get_decoder().layers
+    def __enter__(self) -> TappedLayers:
+        layers = decoder_layers(self.target)
         self.hooks = [layers[i].register_forward_hook(self._keep(i)) for i in self.layer_ids]
         return self
 
@@ -248,10 +249,21 @@ class _CachedTarget:
 
         return hook
 
+
+class _CachedTarget(TappedLayers):
+    """A target with a fresh key/value cache and the tapped layers' outputs of the last forward."""
+
+    def __init__(self, target: nn.Module, layer_ids: Sequence[int]):
+        super().__init__(target, layer_ids)
+        self.cache = DynamicCache(config=target.config)
+        # transformers 5.2x renamed the argument `past_key_values` to `cache`
+        renamed = "cache" in inspect.signature(target.forward).parameters
+        self.cached = {"cache" if renamed else "past_key_values": self.cache}
+
     def forward(self, token_ids: list[int], logits_to_keep: int) -> Tensor:
         """Run T tokens behind the cached ones; logits [logits_to_keep, V] of the last positions."""
         ids_1T = torch.tensor([token_ids], device=self.target.device)
-        return self.target(ids_1T, cache=self.cache, use_cache=True, logits_to_keep=logits_to_keep).logits[0]
+        return self.target(ids_1T, use_cache=True, logits_to_keep=logits_to_keep, **self.cached).logits[0]
 
     def features_1TE(self) -> Tensor:
         return torch.cat([self.outputs[i] for i in self.layer_ids], dim=-1)

@@ -13,7 +13,7 @@ from pipeline.plots import plot_comparison
 from pipeline.report import build_report
 
 SECONDS = {"prefill": 1.0, "draft": 1.0, "verify": 1.0, "rest": 1.0}
-SETTINGS = {"max_new_tokens": 8, "temperature": 0.0, "stop_token_ids": [2], "dtype": "float32"}
+SETTINGS = {"max_new_tokens": 8, "temperature": 0.0, "stop_token_ids": [2], "dtype": "float32", "method": "loop"}
 
 
 def report(folder: Path, accepted: list[list[int]], prompts=None, **settings) -> Path:
@@ -25,7 +25,7 @@ def report(folder: Path, accepted: list[list[int]], prompts=None, **settings) ->
     ]
     facts = {"target": {"weights_sha256": "t"}, "template": None, "settings": SETTINGS | settings}
     folder.mkdir()
-    (folder / "report.json").write_text(json.dumps(build_report(records, {"drafter": 4}, facts)))
+    (folder / "report.json").write_text(json.dumps(build_report(records, ["p"] * len(records), {"drafter": 4}, facts)))
     return folder / "report.json"
 
 

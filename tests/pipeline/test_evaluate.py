@@ -1,4 +1,3 @@
-import importlib.util
 import json
 import os
 import shutil
@@ -6,22 +5,20 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
 
 from data_prep.errors import UserError
 from data_prep.tiny_target import make_tiny_target
+from data_prep.tokens import load_tokenizer, template_sha256
 from pipeline.drafter import DFlashDrafter
 from pipeline.drafter_config import DrafterConfig
 from pipeline.plots import plot_acceptance, plot_training
 from pipeline.report import NOTES
+from tests.evaluations import CASES, GOLDEN, ROOT, arguments, golden_prompts, report_of, script, without_times, write_lines
 
-ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "launch" / "evaluate.py"
-GOLDEN = ROOT / "tests" / "data" / "golden" / "qwen3"
-CASES = json.loads((GOLDEN / "generate.json").read_text())
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
@@ -35,12 +32,7 @@ def one_thread():
 
 @pytest.fixture(scope="module")
 def evaluate():
-    """launch/evaluate.py as a module; launch is no package, nothing imports it but its test."""
-    spec = importlib.util.spec_from_file_location("launch_evaluate", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    return script("evaluate")
 
 
 @pytest.fixture(scope="module")
@@ -48,30 +40,6 @@ def untrained(tmp_path_factory):
     folder = tmp_path_factory.mktemp("untrained")
     DFlashDrafter.from_pretrained(GOLDEN / "drafter").initialise(seed=0).save_pretrained(folder)
     return folder
-
-
-def write_lines(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
-def golden_prompts(path, count=6):
-    return write_lines(path, [{"prompt_token_ids": case["prompt"]} for case in CASES[:count]])
-
-
-def arguments(prompts, out, *more, target=GOLDEN / "target", drafter=GOLDEN / "drafter"):
-    return [str(a) for a in ("--target", target, "--drafter", drafter, "--prompts", prompts, "--out", out,
-                             "--dtype", "float32", *more)]
-
-
-def report_of(out):
-    return json.loads((out / "report.json").read_text())
-
-
-def without_times(report):
-    """What must not depend on when and how often the run was interrupted."""
-    times = ("speedup", "tokens_per_second", "seconds")
-    return {k: without_times(v) if k == "baseline" else v for k, v in report.items() if k not in times}
 
 
 # --- the report ---------------------------------------------------------------------------------------------------
@@ -231,14 +199,14 @@ def test_chats_are_rendered_as_served_and_later_turns_follow_the_targets_answers
     argv = arguments(prompts, out, "--max-new-tokens", 8, target=target, drafter=drafter)
     assert evaluate.main(argv) == 0
     report = report_of(out)
-    tokenizer = evaluate.load_tokenizer(target)
+    tokenizer = load_tokenizer(target)
     answer = tokenizer.decode(report["output_ids"][0], skip_special_tokens=True)
     first = tokenizer.apply_chat_template([user], add_generation_prompt=True)["input_ids"]
     chat = [user, {"role": "assistant", "content": answer}, {"role": "user", "content": "Why?"}]
     second = tokenizer.apply_chat_template(chat, add_generation_prompt=True)["input_ids"]
     assert report["prompt_token_ids"] == [first, second, first, first, first, second]
     assert report["lossless"] is True
-    assert report["template"]["sha256"] == evaluate.template_sha256(tokenizer)
+    assert report["template"]["sha256"] == template_sha256(tokenizer)
     assert report["settings"]["stop_token_ids"] == [tokenizer.eos_token_id]
 
 
@@ -312,9 +280,9 @@ def test_a_drafter_that_does_not_fit_is_refused(evaluate, tmp_path, capsys, chan
 
 
 @pytest.mark.parametrize("more, message", [
-    (["--max-new-tokens", "0"], "--max-new-tokens is 0"),
-    (["--temperature", "-1"], "--temperature is -1.0"),
-    (["--template-args", "[1]"], "--template-args is [1]"),
+    (["--max-new-tokens", "0"], "max_new_tokens is 0"),
+    (["--temperature", "-1"], "temperature is -1.0"),
+    (["--template-args", "[1]"], "template_args is [1]"),
     (["--history", "missing.jsonl"], "--history missing.jsonl does not exist"),
     (["--prompts", "missing.jsonl"], "missing.jsonl"),
     (["--target", "missing"], "missing holds no config.json"),

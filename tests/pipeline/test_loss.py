@@ -4,16 +4,17 @@ import math
 import pytest
 import torch
 
-from pipeline.credit import KINDS, STATIC_KINDS, credit_weights
+from pipeline import loss as loss_module
+from pipeline.credit import DECAY_KINDS, KINDS, STATIC_KINDS, credit_weights
 from pipeline.loss import block_loss
 from pipeline.normalisation import denominator
 
 
 def plain_loss(hidden, head, labels, mask, kind, **options):
     """Full logits, then the spec's formulas slot by slot."""
-    nll = torch.nn.functional.cross_entropy((hidden[:, 1:] @ head.t()).flatten(0, 1), labels.flatten(), reduction="none")
-    nll = nll.view(labels.shape)
-    return (credit_weights(kind, nll, mask, **options) * nll * mask).sum()
+    logits = hidden[:, 1:] @ head.t()
+    nll = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view(labels.shape)
+    return (credit_weights(kind, nll, mask, correct=logits.argmax(-1) == labels, **options) * nll * mask).sum()
 
 
 def case(A=7, K=5, D=6, V=11, seed=0):
@@ -29,12 +30,24 @@ def case(A=7, K=5, D=6, V=11, seed=0):
 @pytest.mark.parametrize("chunk_bytes", [1, 4 * 11 * 4 * 3, 1 << 30])
 def test_value_and_gradient_equal_plain_autograd_whatever_the_chunk(kind, chunk_bytes):
     hidden, head, labels, mask = case()
-    options = {"gamma": 4.0} if kind == "decay" else {}
+    options = {"gamma": 4.0} if kind in DECAY_KINDS else {}
     out = block_loss(hidden, head, labels, mask, kind, chunk_bytes=chunk_bytes, **options)
     expected = plain_loss(hidden, head, labels, mask, kind, **options)
     assert out.numerator.item() == pytest.approx(expected.item(), rel=1e-12)
     (ours,), (theirs,) = torch.autograd.grad(3.0 * out.numerator, hidden), torch.autograd.grad(3.0 * expected, hidden)
     assert (ours - theirs).abs().max() < 1e-12
+
+
+def test_what_a_gpu_compiles_computes_the_same(monkeypatch):
+    hidden, head, labels, mask = case(A=40, V=37)
+    with_in_place = block_loss(hidden, head, labels, mask, "dpace", chunk_bytes=4 * 37 * 4 * 7)
+    (expected,) = torch.autograd.grad(with_in_place.numerator, hidden)
+    monkeypatch.setattr(loss_module, "statistics_in_place", loss_module.statistics)
+    monkeypatch.setattr(loss_module, "gradient_in_place", loss_module.gradient)
+    out = block_loss(hidden, head, labels, mask, "dpace", chunk_bytes=4 * 37 * 4 * 7)
+    assert all((a - b).abs().max() < 1e-13 for a, b in zip(with_in_place[:3], out[:3]))
+    assert torch.equal(with_in_place.correct, out.correct)
+    assert (torch.autograd.grad(out.numerator, hidden)[0] - expected).abs().max() < 1e-13
 
 
 @pytest.mark.parametrize("kind", STATIC_KINDS)
