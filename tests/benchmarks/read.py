@@ -6,11 +6,12 @@
 Samples are those of an 8B target: 5 features of width 4096 in bf16, lengths log-normal around 800 tokens, cut at 3072.
 Every round reads all of them once in each way, one way after the other in one process and from warm pages; a ratio is
 the median of the rounds' own. Fresh memory is new for every sample, reused memory one buffer as long as the longest.
-After that, what 1, 2 and 4 reading processes deliver, without their first epoch, in which their buffers are new.
+After that, what 1, 2 and 4 reading processes deliver, without the first epochs, in which their buffers are new.
 """
 import argparse
 import json
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -21,10 +22,10 @@ import safetensors.torch
 import torch
 import webdataset
 
+import pipeline.checksum
 from data_prep.manifest import Features, Manifest, SampleEntry, Target
 from data_prep.shards import ShardWriter, shard_name
 from pipeline.batches import StepDataset
-from pipeline.checksum import crc32
 from pipeline.loader import StepLoader
 from pipeline.order import StepPlan
 from pipeline.passes import Passes
@@ -34,7 +35,9 @@ from pipeline.sources import FileRange, LocalFolder
 FEATURES, HIDDEN, LONGEST = 5, 4096, 3072
 STEP = 4  # sequences of a step
 SHARD_BYTES = 400_000_000
+WARM_UP = 4  # epochs
 OURS, PACKED = "shards to batches, checked", "the same, rows of 8192 tokens"
+ONE_THREAD = "the same, one thread"  # else long samples are read and summed by two
 REUSED, FRESH = "readinto, reused memory", "readinto, fresh memory"
 WEBDATASET = "webdataset, default decoding"
 TORCH, SAFETENSORS = "torch.save, a file a sample", "safetensors, a file a sample"
@@ -95,6 +98,11 @@ def ways(folder: Path, entries: list[SampleEntry], loaders: dict[str, StepLoader
     reused = memoryview(bytearray(max(entry.nbytes for entry in entries)))
     steps = len(entries) // STEP
 
+    def one_thread() -> None:
+        halved, pipeline.checksum.HALVED = pipeline.checksum.HALVED, sys.maxsize
+        read_steps(loaders[ONE_THREAD], steps)
+        pipeline.checksum.HALVED = halved
+
     def into_reused() -> None:
         for source, nbytes in payloads(folder, entries):
             source.read_into(0, reused[:nbytes])
@@ -119,7 +127,8 @@ def ways(folder: Path, entries: list[SampleEntry], loaders: dict[str, StepLoader
 
     others = {REUSED: into_reused, FRESH: into_fresh, WEBDATASET: plain_webdataset, TORCH: torch_files,
               SAFETENSORS: safetensors_files}
-    return {name: lambda loader=loader: read_steps(loader, steps) for name, loader in loaders.items()} | others
+    ours = {name: lambda loader=loader: read_steps(loader, steps) for name, loader in loaders.items()}
+    return ours | {ONE_THREAD: one_thread} | others
 
 
 def check(folder: Path, data: StepDataset) -> None:
@@ -129,12 +138,12 @@ def check(folder: Path, data: StepDataset) -> None:
         assert torch.equal(mb.features_BSE[0].view(torch.int16), expected.flatten(1).view(torch.int16))
 
 
-def delivered(folder: Path, entries: list[SampleEntry], workers: int) -> float:
-    """Seconds that `workers` processes take for all samples once their buffers have been used."""
-    data, steps = step_dataset(folder, entries, epochs=3), len(entries) // STEP
+def delivered(folder: Path, entries: list[SampleEntry], workers: int) -> list[float]:
+    """Seconds that `workers` processes take for all samples, three times, once their buffers have held long ones."""
+    data, steps = step_dataset(folder, entries, epochs=WARM_UP + 4), len(entries) // STEP
     with StepLoader(data, 0, len(data), workers=workers, budget=8 * data.largest_bytes) as loader:
-        read_steps(loader, steps)
-        return seconds(lambda: read_steps(loader, steps))
+        read_steps(loader, WARM_UP * steps)
+        return [seconds(lambda: read_steps(loader, steps)) for _ in range(3)]
 
 
 def main() -> None:
@@ -147,10 +156,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         entries = write_samples(folder, args.bytes)
-        rounds = {OURS: step_dataset(folder, entries, args.rounds + 1),
-                  PACKED: step_dataset(folder, entries, args.rounds + 1, pack_tokens=8192)}
-        check(folder, rounds[OURS])
-        loaders = {name: StepLoader(data, 0, len(data), workers=0, budget=0) for name, data in rounds.items()}
+        data = {name: step_dataset(folder, entries, args.rounds + 1, pack_tokens)
+                for name, pack_tokens in ((OURS, None), (ONE_THREAD, None), (PACKED, 8192))}
+        check(folder, data[OURS])
+        loaders = {name: StepLoader(steps, 0, len(steps), workers=0, budget=0) for name, steps in data.items()}
         runs = ways(folder, entries, loaders)
         for run in runs.values():
             run()  # pages become warm, buffers are made
@@ -159,7 +168,7 @@ def main() -> None:
             for name, run in runs.items():
                 taken[name].append(seconds(run))
         for workers in (1, 2, 4):
-            taken[f"{workers} reading processes"] = [delivered(folder, entries, workers) for _ in range(3)]
+            taken[f"{workers} reading processes"] = delivered(folder, entries, workers)
     report(sum(entry.nbytes for entry in entries), len(entries), taken, args.json)
 
 
@@ -170,7 +179,8 @@ def report(nbytes: int, samples: int, taken: dict[str, list[float]], file: Path 
             return statistics.median(other / own for own, other in zip(taken[name], taken[to]))
         return statistics.median(taken[to]) / statistics.median(taken[name])
 
-    print(f"{samples} samples, {nbytes / 1e9:.2f} GB, CRC-32 of {crc32.__module__}; {len(taken[OURS])} rounds, medians")
+    crc32 = pipeline.checksum.crc32.__module__
+    print(f"{samples} samples, {nbytes / 1e9:.2f} GB, CRC-32 of {crc32}; {len(taken[OURS])} rounds, medians")
     print(f"{'':<32}{'GB/s':>7}{'slowest':>9}{'fastest':>9}{'x reused':>10}{'x webdataset':>14}")
     numbers = {}
     for name, runs in taken.items():
@@ -179,7 +189,7 @@ def report(nbytes: int, samples: int, taken: dict[str, list[float]], file: Path 
         print(f"{name:<32}{rates[0]:>7.2f}{rates[1]:>9.2f}{rates[2]:>9.2f}{ratios[0]:>10.2f}{ratios[1]:>14.2f}")
         numbers[name] = dict(zip(("gb_per_s", "slowest", "fastest", "of_reused", "of_webdataset"), rates + ratios))
     if file:
-        found = {"bytes": nbytes, "samples": samples, "crc32": crc32.__module__, "ways": numbers}
+        found = {"bytes": nbytes, "samples": samples, "crc32": crc32, "ways": numbers}
         file.write_text(json.dumps(found, indent=2) + "\n")
 
 
