@@ -106,9 +106,9 @@ def describe(run: RunConfig, data: TrainingData, dataset: StepDataset, heldout: 
         f"steps    {steps} of {run.optim.global_batch} sequences = {runtime.world} ranks x "
         f"{passes.per_step} micro-batches x {run.optim.micro_batch} {rows}{dropped}",
         f"reading  {len(data.manifest.shards)} shards of {data.reader.source}; {workers} processes a rank read ahead {ahead} "
-        f"micro-batches each of at most {dataset.largest_bytes / 2**20:.1f} MiB; padding {passes.padding.share:.1%} of the "
-        f"positions ({passes.padding.waiting_share:.1%} with ranks that wait for the longest row); a damaged sample: "
-        f"{run.data.on_error}",
+        f"micro-batches each of at most {dataset.largest_bytes / 2**20:.1f} MiB, a step holds "
+        f"{passes.per_step}; padding {passes.padding.share:.1%} of the positions ({passes.padding.waiting_share:.1%} with "
+        f"ranks that wait for the longest row); a damaged sample: {run.data.on_error}",
         f"memory   per rank under ZeRO-{stage}: {state}{f' ({offload})' if offload != 'none' else ''}; frozen embedding and "
         f"head {tables * runtime.dtype.itemsize / 2**20:.0f} MiB; activations and logits come on top",
         f"storage  dataset {sum(s.bytes for s in data.manifest.shards) / 2**20:.0f} MiB; a checkpoint "

@@ -1,5 +1,6 @@
 """The training step as a plain trainer writes it, to measure ours against: a dense mask over all scores, all logits at
 once, the spec's formulas one after the other. It takes the weights of our drafter and shares none of its code paths.
+Two kinds of attention: the score matrix written out, or handed to PyTorch's fused kernel with the dense mask.
 
 Shapes: B batch, S context tokens, N anchors, K slots of a block, D hidden, V vocabulary, Q = N * K.
 """
@@ -33,7 +34,13 @@ def dense_mask(anchors_BN: Tensor, S: int, K: int) -> Tensor:
     return torch.cat([context, own], -1)[:, None]
 
 
-def plain_hidden(drafter: DFlashDrafter, noise_BQD: Tensor, features_BSE: Tensor, anchors_BN: Tensor) -> Tensor:
+def written_out(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor) -> Tensor:
+    scores = (q @ k.transpose(-1, -2)) / q.shape[-1] ** 0.5
+    return scores.masked_fill(~attn_mask, float("-inf")).softmax(-1) @ v
+
+
+def plain_hidden(drafter: DFlashDrafter, noise_BQD: Tensor, features_BSE: Tensor, anchors_BN: Tensor,
+                 attend=written_out) -> Tensor:
     """[B, N*K, D] after the final norm."""
     config = drafter.config
     K, S, eps, theta = config.block_size, features_BSE.shape[1], config.rms_norm_eps, config.rope["rope_theta"]
@@ -52,7 +59,7 @@ def plain_hidden(drafter: DFlashDrafter, noise_BQD: Tensor, features_BSE: Tensor
         k = rotate(rms_norm(split(F.linear(both, attn.k_proj.weight)), attn.k_norm.weight, eps), positions, theta)
         v = split(F.linear(both, attn.v_proj.weight))
         k, v = (t.repeat_interleave(heads // t.shape[1], 1) for t in (k, v))
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        out = attend(q, k, v, attn_mask=mask)
         x = x + F.linear(out.transpose(1, 2).flatten(2), attn.o_proj.weight)
         h, mlp = rms_norm(x, layer.post_attention_layernorm.weight, eps), layer.mlp
         x = x + F.linear(F.silu(F.linear(h, mlp.gate_proj.weight)) * F.linear(h, mlp.up_proj.weight), mlp.down_proj.weight)

@@ -1,6 +1,7 @@
-"""One training step of ours beside that of a plain trainer: time, extra memory, and their ratios.
+"""One training step of ours beside that of a plain trainer: time, extra memory, and their ratios. The plain one twice:
+with the score matrix written out, and with PyTorch's fused attention under the same dense mask.
 
-    python tests/benchmarks/step.py                       the shape of the README's table, two minutes on two cores
+    python tests/benchmarks/step.py                       the shape of the README's table, five minutes on two cores
     python tests/benchmarks/step.py --context 512 --anchors 64
 
 A step is forward, loss, backward and optimizer, in float32, on the same weights and the same batch, after both have
@@ -48,9 +49,12 @@ class Step:
                          mb.mask_BNJ.flatten(0, 1), kind, alpha=ALPHA, gamma=7.0)
         return out.numerator / mb.mask_BNJ[..., 0].sum()
 
-    def loss_plain(self) -> torch.Tensor:
-        hidden = plain_step.plain_hidden(self.drafter, self._noise(), self.mb.features_BSE, self.mb.anchors_BN)
+    def loss_plain(self, attend=plain_step.written_out) -> torch.Tensor:
+        hidden = plain_step.plain_hidden(self.drafter, self._noise(), self.mb.features_BSE, self.mb.anchors_BN, attend)
         return plain_step.plain_loss(hidden, self.table, self.mb, self.shape.block, ALPHA)
+
+    def loss_fused(self) -> torch.Tensor:
+        return self.loss_plain(torch.nn.functional.scaled_dot_product_attention)
 
     def run(self, loss: Callable[[], torch.Tensor]) -> None:
         loss().backward()
@@ -127,21 +131,24 @@ def main() -> None:
     print(f"{shape}, {args.threads} threads, float32")
     step = Step(shape)
     check(step)
-    runs = {"ours": partial(step.run, step.loss_ours), "plain": partial(step.run, step.loss_plain)}
+    runs = {name: partial(step.run, getattr(step, f"loss_{name}")) for name in ("ours", "plain", "fused")}
     times = in_turn(runs, args.rounds)
     memory = {name: extra_memory(shape, f"loss_{name}", args.threads) for name in runs}
     for name in runs:
         print(f"{name:<6}{statistics.median(times[name]):>8.2f} s a step (median; best {min(times[name]):.2f}), "
               f"extra peak {memory[name] / 2**30:.2f} GiB")
-    time_ratio = statistics.median(a / b for a, b in zip(times["ours"], times["plain"]))
-    print(f"ours / plain: time {time_ratio:.3f}, extra memory {memory['ours'] / memory['plain']:.3f}")
+    ratios = {}
+    for name, words in (("plain", "scores written out"), ("fused", "fused attention under a dense mask")):
+        time_ratio = statistics.median(a / b for a, b in zip(times["ours"], times[name]))
+        ratios[name] = {"time": time_ratio, "extra_memory": memory["ours"] / memory[name]}
+        print(f"ours / {name} ({words}): time {time_ratio:.3f}, extra memory {ratios[name]['extra_memory']:.3f}")
     kinds = {kind: partial(step.run, partial(step.loss_ours, kind)) for kind in ("decay", "dpace")}
     by_kind = in_turn(kinds, 3 * args.rounds)
     overhead = statistics.median(a / b for a, b in zip(by_kind["dpace"], by_kind["decay"])) - 1
     print(f"D-PACE over fixed decay: {overhead:+.2%} of a step (median of {3 * args.rounds} pairs)")
     if args.json:
         args.json.write_text(json.dumps({"shape": vars(shape), "threads": args.threads, "seconds": times, "extra_bytes": memory,
-                                         "time_ratio": time_ratio, "dpace_overhead": overhead}, indent=2) + "\n")
+                                         "ratios": ratios, "dpace_overhead": overhead}, indent=2) + "\n")
 
 
 if __name__ == "__main__":
