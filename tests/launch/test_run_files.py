@@ -171,7 +171,7 @@ def test_torchrun_starts_the_same_command(tmp_path):  # behind `--`: torchrun wo
         sys.executable,
         "-m",
         "torch.distributed.run",
-        "--nproc-per-node=2",
+        "--nproc-per-node=1",
         f"--master-port={free_port()}",
         "--",
         "launch/train.py",
@@ -180,7 +180,7 @@ def test_torchrun_starts_the_same_command(tmp_path):  # behind `--`: torchrun wo
     done = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, timeout=200, env={**os.environ, "OMP_NUM_THREADS": "1"}
     )
-    assert done.returncode == 0 and "of 64 sequences = 2 ranks x 32 micro-batches x 1 sequences" in done.stdout, (
+    assert done.returncode == 0 and "of 64 sequences = 1 ranks x 64 micro-batches x 1 sequences" in done.stdout, (
         done.stderr[-3000:]
     )
 
