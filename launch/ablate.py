@@ -28,9 +28,11 @@ from data_prep.manifest import flatten
 from pipeline import ablation, ablation_plots, runtime
 from pipeline.comparison import value
 from pipeline.config import FREE_ON_RESUME
-from pipeline.evaluation import Evaluation, EvaluationTarget, Settings
+from pipeline.evaluation import Evaluation
+from pipeline.evaluation_target import EvaluationTarget, Settings
 from pipeline.export import export
 from pipeline.grid import Cell, Grid, cells_of, read_grid
+from pipeline.methods import Loop, Walk
 from pipeline.plots import plot_acceptance
 from pipeline.prompts import Conversation, read_conversations
 from pipeline.results import ResultLog
@@ -99,7 +101,7 @@ class Runner:
         self.grid, self.ds_config = grid, ds_config
         section = grid.evaluate
         self.settings = Settings(section.max_new_tokens, dtype=section.dtype, template_args=section.template_args,
-                                 ignore_eos=section.ignore_eos, walk=section.walk)
+                                 ignore_eos=section.ignore_eos, method="walk" if section.walk else "loop")
         self.conversations: list[Conversation] = read_conversations(section.prompts, section.limit)
         self.target: EvaluationTarget | None = None
 
@@ -124,7 +126,9 @@ class Runner:
             export(cell.folder / "checkpoints", drafter)
         if self.target is None:
             self.target = EvaluationTarget(cell.run.target_path, self.settings)
-        evaluation = Evaluation(self.target, self.settings, {"drafter": drafter}, self.conversations)
+        folders = {"drafter": drafter}
+        method = (Walk if self.grid.evaluate.walk else Loop)(self.target, self.settings, folders)
+        evaluation = Evaluation(self.target, self.settings, folders, method, self.conversations)
         out = cell.folder / "report"
         out.mkdir(exist_ok=True)
         log = ResultLog(out, evaluation.configuration)

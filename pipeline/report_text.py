@@ -86,8 +86,10 @@ def _lossless(block: dict) -> str:
 
 def _lossless_line(block: dict, report: dict) -> str:
     if block["lossless"] is None:
-        sampled = report["settings"]["temperature"] > 0
-        return "not compared, tokens were sampled" if sampled else "not compared, the steps were read off it"
+        if report["settings"]["temperature"] > 0:
+            return "not compared, tokens were sampled"
+        walked = report["settings"]["method"] == "walk"
+        return "not compared, the steps were read off it" if walked else "not compared, a server has no plain run"
     if block["lossless"]:
         return "yes"
     first, dtype = block["differences"][0], report["settings"]["dtype"]
