@@ -38,8 +38,8 @@ def compare(paths: list[Path]) -> list[dict]:
     for path, report in zip(paths[1:], reports[1:]):
         other = [name for name in SAME if value(report, name) != value(reports[0], name)]
         if other:
-            raise UserError(f"{path} and {paths[0]} differ in {', '.join(other)}; compare evaluations of the same prompts"
-                            " by the same target")
+            raise UserError(f"{path} and {paths[0]} differ in {', '.join(other)}; compare evaluations of the same"
+                            " prompts by the same target")
     accepted = [[[n - 1 for n in run] for run in report["emitted_per_step"]] for report in reports]
     rows = []
     for path, report, own in zip(paths, reports, accepted):
@@ -56,7 +56,8 @@ def compare(paths: list[Path]) -> list[dict]:
 def format_rows(rows: list[dict]) -> str:
     """The table of `compare`."""
     width = max(len(row["name"]) for row in rows)
-    lines = [f"{'':<{width}}    tau        95 %   difference           95 %   speed-up  output  steps: accepted slot 1, 2, ..."]
+    lines = [f"{'':<{width}}    tau        95 %   difference           95 %   speed-up  output"
+             "  steps: accepted slot 1, 2, ..."]
     for row in rows:
         ends = "-" if row["interval"] is None else "{:.2f}..{:.2f}".format(*row["interval"])
         tau = "-" if row["tau"] is None else f"{row['tau']:.3f}"
@@ -69,6 +70,6 @@ def format_rows(rows: list[dict]) -> str:
         speed = "-" if row["speedup"] is None else f"{row['speedup']:.2f}x"
         output = "same" if row["same_output"] else "other"
         counts = f"{row['steps']}: {' '.join(map(str, row['accepted_per_slot_counts']))}"
-        lines.append(f"{row['name']:<{width}}  {tau:>5}  {ends:>10}  {difference:>11}  {around:>13}  {speed:>9}  {output:>6}  "
-                     f"{counts}{star}")
+        lines.append(f"{row['name']:<{width}}  {tau:>5}  {ends:>10}  {difference:>11}  {around:>13}  {speed:>9}  "
+                     f"{output:>6}  {counts}{star}")
     return "\n".join(lines)

@@ -1,7 +1,7 @@
 """An evaluation: one target, one or two drafters and prompts, run to one record a prompt.
 
-A record holds `prompt_token_ids` and a run (report.run_record) for `plain`, `drafter`, where there is one `baseline`, and on
-the first prompts `generate`, transformers' own. What makes the records is a method (methods.py).
+A record holds `prompt_token_ids` and a run (report.run_record) for `plain`, `drafter`, where there is one `baseline`,
+and on the first prompts `generate`, transformers' own. What makes the records is a method (methods.py).
 """
 
 from __future__ import annotations
@@ -26,12 +26,20 @@ from pipeline.runtime import versions
 class Evaluation:
     """`conversations` for the drafters of `folders` (`drafter`, `baseline`), all checked before anything runs."""
 
-    def __init__(self, target: EvaluationTarget, settings: Settings, folders: dict[str, Path], method: Method,
-                 conversations: list[Conversation], dataset: Path | None = None):
-        """method: what counts the steps, of the same target, settings and drafters (methods.py); dataset: the one that the drafter was trained on, if its folder does not say (a public drafter)."""
+    def __init__(
+        self,
+        target: EvaluationTarget,
+        settings: Settings,
+        folders: dict[str, Path],
+        method: Method,
+        conversations: list[Conversation],
+        dataset: Path | None = None,
+    ):
+        """method: what counts the steps, of the same target, settings and drafters (methods.py); dataset: the one that
+        the drafter was trained on, if its folder does not say (a public drafter)."""
         self.settings, self.conversations, self.target, self.method = settings, conversations, target, method
-        # All first prompts are checked before the first one is run; later turns depend on the answers.
-        self.first_prompts = [target.prompt(conversation, []) for conversation in conversations]
+        for conversation in conversations:  # later turns depend on the answers and are checked when they are known
+            target.prompt(conversation, [])
         self.facts = {
             "target": target.identity,
             **{role: identity(folder) for role, folder in folders.items()},
@@ -39,9 +47,14 @@ class Evaluation:
             "template": target.template,
             "training_template": training_template(folders["drafter"], dataset),
             "settings": {
-                "max_new_tokens": settings.max_new_tokens, "temperature": settings.temperature, "seed": settings.seed,
-                "dtype": target.dtype, "device": method.device, "stop_token_ids": target.stop_token_ids,
-                "ignore_eos": settings.ignore_eos, "method": settings.method,
+                "max_new_tokens": settings.max_new_tokens,
+                "temperature": settings.temperature,
+                "seed": settings.seed,
+                "dtype": target.dtype,
+                "device": method.device,
+                "stop_token_ids": target.stop_token_ids,
+                "ignore_eos": settings.ignore_eos,
+                "method": settings.method,
                 "block_sizes": method.block_sizes,
             },
         }
@@ -54,8 +67,11 @@ class Evaluation:
     @property
     def configuration(self) -> dict:
         """What results depend on: where a model lies and what it was trained with does not count."""
-        return {name: {k: v for k, v in value.items() if k != "name"} if isinstance(value, dict) else value
-                for name, value in self.facts.items() if name != "training_template"}
+        return {
+            name: {k: v for k, v in value.items() if k != "name"} if isinstance(value, dict) else value
+            for name, value in self.facts.items()
+            if name != "training_template"
+        }
 
     def template_warning(self) -> str | None:
         """What to tell about prompts that are rendered in another way than the training data was."""
@@ -63,24 +79,39 @@ class Evaluation:
         if not any(conversation.talk for conversation in self.conversations):
             return None
         if trained is None:
-            return ("the drafter's folder does not say which chat template its training data was rendered with; name the dataset "
-                    "with --dataset to have it compared")
-        differences = [f"{name} is {here[name]!r} here and {trained[name]!r} in its training data"
-                       for name in ("sha256", "args") if here[name] != trained[name]]
-        return (f"the chat template's {' and its '.join(differences)}: the accepted length will differ from what serving with the "
-                "training template gives; pass the same --template-args and template") if differences else None
+            return (
+                "the drafter's folder does not say which chat template its training data was rendered with; name the"
+                " dataset with --dataset to have it compared"
+            )
+        differences = [
+            f"{name} is {here[name]!r} here and {trained[name]!r} in its training data"
+            for name in ("sha256", "args")
+            if here[name] != trained[name]
+        ]
+        return (
+            f"the chat template's {' and its '.join(differences)}: the accepted length will differ from what serving"
+            " with the training template gives; pass the same --template-args and template"
+            if differences
+            else None
+        )
 
     def turns(self, task: int = 0, num_tasks: int = 1) -> list[tuple[int, int]]:
         """(prompt, turn) of every answer that is asked for, of task `task` of `num_tasks`."""
-        return [(prompt, turn) for prompt in range(task, len(self.conversations), num_tasks)
-                for turn in range(self.conversations[prompt].answers)]
+        return [
+            (prompt, turn)
+            for prompt in range(task, len(self.conversations), num_tasks)
+            for turn in range(self.conversations[prompt].answers)
+        ]
 
     def report(self, log: ResultLog) -> dict:
         """The content of report.json from a log that lacks nothing."""
         places = self.turns()
-        return build_report([log.records[place] for place in places],
-                            [self.conversations[prompt].source for prompt, _ in places],
-                            self.facts["settings"]["block_sizes"], {**self.facts, "versions": versions()})
+        return build_report(
+            [log.records[place] for place in places],
+            [self.conversations[prompt].source for prompt, _ in places],
+            self.facts["settings"]["block_sizes"],
+            {**self.facts, "versions": versions()},
+        )
 
     def run(self, log: ResultLog, task: int = 0, num_tasks: int = 1) -> None:
         """Computes what the log lacks of this task, turn after turn, and logs it prompt by prompt."""
@@ -89,8 +120,11 @@ class Evaluation:
         emitted, steps = (sum(counts) for counts in zip(*map(emitted_tokens, done), strict=True)) if done else (0, 0)
         with tqdm(total=len(mine), initial=len(done), desc="evaluate", unit="prompt", smoothing=0.1) as bar:
             for turn in range(max(conversation.answers for conversation in self.conversations)):
-                todo = [(prompt, self._prompt(log, prompt, turn)) for prompt, at in mine
-                        if at == turn and (prompt, turn) not in log.records]
+                todo = [
+                    (prompt, self._prompt(log, prompt, turn))
+                    for prompt, at in mine
+                    if at == turn and (prompt, turn) not in log.records
+                ]
                 for prompt, record in self.method.records(todo, turn):
                     log.append(prompt, turn, record)
                     new = emitted_tokens(record["drafter"]["accepted"])
@@ -105,8 +139,8 @@ class Evaluation:
 
 
 def training_template(drafter: Path, dataset: Path | None) -> dict | None:
-    """Hash and arguments of the chat template of the drafter's training data: from `dataset`'s manifest, else from what the
-    export wrote beside the weights; None where neither says."""
+    """Hash and arguments of the chat template of the drafter's training data: from `dataset`'s manifest, else from what
+    the export wrote beside the weights; None where neither says."""
     if dataset:
         manifest = Manifest.read(dataset)
         return {"sha256": manifest.template_sha256, "args": manifest.template_args}

@@ -1,4 +1,5 @@
-"""The target of an evaluation: its tokenizer, its prompts as a server would be fed them, and the model where one is run."""
+"""The target of an evaluation: its tokenizer, its prompts as a server would be fed them, and the model where one is
+run."""
 
 from __future__ import annotations
 
@@ -46,7 +47,9 @@ class Settings:
         if self.method not in METHODS:
             raise UserError(f"method is {self.method!r}; it must be one of {', '.join(METHODS)}")
         if self.method == "walk" and self.temperature > 0:
-            raise UserError(f"walk reads the steps off greedy text, temperature is {self.temperature}; leave one of them out")
+            raise UserError(
+                f"walk reads the steps off greedy text, temperature is {self.temperature}; leave one of them out"
+            )
         if self.dtype not in (None, *DTYPES):
             raise UserError(f"dtype is {self.dtype!r}; it must be one of {', '.join(DTYPES)}")
         if not isinstance(self.template_args, dict):
@@ -86,8 +89,9 @@ class EvaluationTarget:
 
     def _required_tokenizer(self, where: str):
         if self.tokenizer is None:
-            raise UserError(f"{where} needs the tokenizer, which {self.folder} has not; add it, or give prompts as"
-                            " prompt_token_ids")
+            raise UserError(
+                f"{where} needs the tokenizer, which {self.folder} has not; add it, or give prompts as prompt_token_ids"
+            )
         return self.tokenizer
 
     @property
@@ -122,12 +126,16 @@ class EvaluationTarget:
             ids = prompt_ids(tokenizer, messages, self.settings.template_args, list(conversation.tools) or None)
         outside = [i for i in ids if not 0 <= i < self.rows]
         if outside:
-            raise UserError(f"{conversation.where}: token id {outside[0]} is not a row of the target's embedding table"
-                            f" (0..{self.rows - 1}); these ids belong to another tokenizer")
+            raise UserError(
+                f"{conversation.where}: token id {outside[0]} is not a row of the target's embedding table"
+                f" (0..{self.rows - 1}); these ids belong to another tokenizer"
+            )
         if len(ids) + self.settings.max_new_tokens > self.positions:
-            raise UserError(f"{conversation.where}: {len(ids)} prompt tokens + {self.settings.max_new_tokens} new ones"
-                            f" exceed the target's {self.positions} positions; shorten the prompt or lower"
-                            " --max-new-tokens")
+            raise UserError(
+                f"{conversation.where}: {len(ids)} prompt tokens + {self.settings.max_new_tokens} new ones"
+                f" exceed the target's {self.positions} positions; shorten the prompt or lower"
+                " --max-new-tokens"
+            )
         return ids
 
 

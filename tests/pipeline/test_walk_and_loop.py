@@ -1,4 +1,5 @@
 """The held-out number of a training run is what the drafting loop reaches on the same prompts (case 102)."""
+
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -46,16 +47,37 @@ def make_dataset(folder, target_folder, target, drafter, prompts):
     index = canonical_json({"shard": shard_name(0), "samples": [list(row[1:]) for row in rows]}) + b"\n"
     (folder / INDEX_NAME).write_bytes(index)
     tokens = sum(row.tokens for row in rows)
-    shard = Shard(name=shard_name(0), samples=len(rows), tokens=tokens, supervised=sum(row.supervised for row in rows),
-                  anchors=sum(row.anchors for row in rows), bytes=nbytes, sha256=digest, argmax_matches=0)
+    shard = Shard(
+        name=shard_name(0),
+        samples=len(rows),
+        tokens=tokens,
+        supervised=sum(row.supervised for row in rows),
+        anchors=sum(row.anchors for row in rows),
+        bytes=nbytes,
+        sha256=digest,
+        argmax_matches=0,
+    )
     nothing = "0" * 64  # a golden target has no tokenizer
     manifest = Manifest(
-        target=target_facts(target_folder, "float32"), features={"layer_ids": drafter.config.target_layer_ids},
-        tokenizer_sha256=nothing, template_sha256=nothing, template_args={}, stop_token_ids=[],
-        mask_token_id=drafter.config.mask_token_id, max_length=256, shard_bytes=10**9, batch_tokens=512, source_sha256=nothing,
+        target=target_facts(target_folder, "float32"),
+        features={"layer_ids": drafter.config.target_layer_ids},
+        tokenizer_sha256=nothing,
+        template_sha256=nothing,
+        template_args={},
+        stop_token_ids=[],
+        mask_token_id=drafter.config.mask_token_id,
+        max_length=256,
+        shard_bytes=10**9,
+        batch_tokens=512,
+        source_sha256=nothing,
         responses={"generator": "transformers", "sampling": None, "from_text": 0},
-        plan=Plan(shards=1, samples=len(rows), tokens=tokens), shards=[shard], argmax_share=1.0, dropped={}, sealed=True,
-        index_sha256=sha256_hex(index))
+        plan=Plan(shards=1, samples=len(rows), tokens=tokens),
+        shards=[shard],
+        argmax_share=1.0,
+        dropped={},
+        sealed=True,
+        index_sha256=sha256_hex(index),
+    )
     manifest.write(folder)
     return manifest
 
@@ -76,8 +98,13 @@ def test_the_held_out_walk_agrees_with_the_loop_within_2_percent(family, tmp_pat
 
     def forward(mb):
         hidden = drafter(head.embed(mb.block_ids_BT), mb.features_BSE, mb.anchors_BN, mb.starts_BN)
-        return block_loss(hidden.unflatten(1, (-1, K)).flatten(0, 1), head.head_VD, mb.labels_BNJ.flatten(0, 1),
-                          mb.mask_BNJ.flatten(0, 1), "dpace")
+        return block_loss(
+            hidden.unflatten(1, (-1, K)).flatten(0, 1),
+            head.head_VD,
+            mb.labels_BNJ.flatten(0, 1),
+            mb.mask_BNJ.flatten(0, 1),
+            "dpace",
+        )
 
     alone = Runtime(0, 1, 0, torch.device("cpu"), "fp32")
     heldout = HeldoutSet(reader, entries, run, drafter.config.mask_token_id)
