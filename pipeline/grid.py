@@ -91,13 +91,19 @@ def cells_of(grid: Grid, out: Path, overrides: list[str]) -> list[Cell]:
     """All cells, seed by seed within a name; `overrides` (section.key=value) of the command line count for all. Every
     cell's configuration is checked here, before the first one is run."""
     cells = []
+    said = {override.partition("=")[0] for override in overrides}
     for name, changes in grid.cells.items():
+        if fixed := {"out", "seed"} & (said | set(grid.overrides) | set(changes)):
+            raise UserError(
+                f"{', '.join(sorted(fixed))} cannot be set for a cell: --out and the cell's name make its folder, the grid's"
+                " `seeds` or --seeds its seed"
+            )
+        if lost := [key for key in changes if key in said]:
+            raise UserError(f"{', '.join(lost)} is what cell {name} differs in; leave it out of the command line")
         for seed in grid.seeds:
             folder = out / name / f"seed{seed}"
             given = [f"{key}={json.dumps(value)}" for key, value in (grid.overrides | changes).items()]
             given += [*overrides, f"seed={seed}", f"out={json.dumps(str(folder))}"]
-            if lost := [key for key in changes if key in {o.partition("=")[0] for o in overrides}]:
-                raise UserError(f"{', '.join(lost)} is what cell {name} differs in; leave it out of the command line")
             try:
                 cells.append(Cell(name, seed, folder, given, load_run(grid.run, given)))
             except UserError as error:

@@ -146,6 +146,7 @@ def test_a_cell_that_was_trained_otherwise_is_refused_by_key(ablate, made, capsy
         ({"cells": {"a/b": {}}}, [], "a name becomes a folder"),
         ({"sedes": [1]}, [], "sedes: Extra inputs"),
         ({}, ["loss.credit=uniform"], "loss.credit is what cell decay differs in"),
+        ({}, ["seed=3"], "seed cannot be set for a cell"),
         ({}, ["--cells", "none"], "--cells none: "),
         ({"evaluate": {}}, [], "names no test prompts"),
         ({}, ["--task", "2", "--num-tasks", "2"], "--task 2 of --num-tasks 2"),
