@@ -5,10 +5,11 @@ input_ids int32 [S], loss_mask uint8 [S], hidden [S, F, D]: bfloat16, or float8_
 """
 
 import json
+import math
 import os
 import struct
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from safetensors.torch import save
@@ -63,6 +64,39 @@ def encode_sample(input_ids_S: torch.Tensor, loss_mask_S: torch.Tensor, states: 
     return save({name: tensor.contiguous() for name, tensor in tensors.items()})
 
 
+class Place(NamedTuple):
+    """Where a tensor lies in its payload: bytes begin..end-1 behind the header."""
+
+    dtype: torch.dtype
+    shape: list[int]
+    begin: int
+    end: int
+
+
+def tensor_places(header: bytes) -> dict[str, Place]:
+    """The tensors that the JSON header of a safetensors payload names. UserError unless their names, types, sizes and
+    shapes are the format's.
+    """
+    places = {}
+    try:
+        entries = json.loads(header)
+        entries.pop("__metadata__", None)
+        if not set(list(TENSORS)[:3]) <= set(entries) <= set(TENSORS):
+            raise ValueError(f"tensors {sorted(entries)}")
+        for name, entry in entries.items():
+            begin, end = entry["data_offsets"]
+            if entry["dtype"] not in TENSORS[name]:
+                raise ValueError(f"{name} is {entry['dtype']}, expected {' or '.join(TENSORS[name])}")
+            place = Place(DTYPES[entry["dtype"]], entry["shape"], begin, end)
+            if min(begin, *place.shape) < 0 or end - begin != math.prod(place.shape) * place.dtype.itemsize:
+                raise ValueError(f"{name} takes bytes {begin} to {end} and is {entry['dtype']} {place.shape}")
+            places[name] = place
+    except (ValueError, KeyError, TypeError, RecursionError, AttributeError) as error:  # damaged bytes
+        raise _damaged(error) from error
+    _check_shapes(places)
+    return places
+
+
 def decode_sample(buffer: bytearray | memoryview) -> dict[str, torch.Tensor]:
     """The tensors of a KEY.safetensors payload, sharing memory with `buffer`: nothing is copied but fp8 states.
 
@@ -73,41 +107,36 @@ def decode_sample(buffer: bytearray | memoryview) -> dict[str, torch.Tensor]:
     if len(view) < 8:
         raise UserError(f"a sample of {len(view)} bytes is no safetensors payload; {REMEDY}.")
     (header_size,) = struct.unpack("<Q", view[:8])
-    try:
-        header = json.loads(bytes(view[8 : 8 + header_size]))
-        header.pop("__metadata__", None)
-        if not set(list(TENSORS)[:3]) <= set(header) <= set(TENSORS):
-            raise ValueError(f"tensors {sorted(header)}")
-        start = 8 + header_size
-        tensors = {}
-        for name, entry in header.items():
-            begin, end = entry["data_offsets"]
-            if entry["dtype"] not in TENSORS[name]:
-                raise ValueError(f"{name} is {entry['dtype']}, expected {' or '.join(TENSORS[name])}")
-            if start + end > len(view):
-                raise ValueError(f"{name} ends at byte {start + end} of {len(view)}")
-            dtype = DTYPES[entry["dtype"]]
-            count = (end - begin) // dtype.itemsize
-            flat = torch.frombuffer(buffer, dtype=dtype, count=count, offset=start + begin)
-            tensors[name] = flat.view(entry["shape"])
-    except (ValueError, KeyError, TypeError, RuntimeError, RecursionError, AttributeError) as error:  # damaged bytes
-        raise UserError(f"a sample's payload is damaged ({error}); {REMEDY}.") from error
-    _check_shapes(tensors)
+    places = tensor_places(bytes(view[8 : 8 + header_size]))
+    start = 8 + header_size
+    tensors = {}
+    for name, place in places.items():
+        if start + place.end > len(view):
+            raise _damaged(f"{name} ends at byte {start + place.end} of {len(view)}")
+        count = math.prod(place.shape)
+        try:
+            flat = torch.frombuffer(buffer, dtype=place.dtype, count=count, offset=start + place.begin)
+            tensors[name] = flat.view(place.shape)
+        except (ValueError, TypeError, RuntimeError) as error:
+            raise _damaged(error) from error
     if tensors["hidden"].dtype == CODES:
         tensors["hidden"] = dequantise(tensors["hidden"], tensors.pop("hidden_scale"))
     return tensors
 
 
-def _check_shapes(tensors: dict[str, torch.Tensor]) -> None:
+def _damaged(what: object) -> UserError:
+    return UserError(f"a sample's payload is damaged ({what}); {REMEDY}.")
+
+
+def _check_shapes(places: dict[str, Place]) -> None:
     """UserError unless the tensors have one length and the shapes of the contract."""
-    shapes = {name: list(tensor.shape) for name, tensor in tensors.items()}
-    ids, hidden = tensors["input_ids"], tensors["hidden"]
-    S = ids.numel()
-    expected = {"input_ids": [S], "loss_mask": [S], "hidden": [S, *hidden.shape[-2:]]}
-    if hidden.dtype == CODES:
+    shapes = {name: place.shape for name, place in places.items()}
+    S, hidden = math.prod(shapes["input_ids"]), shapes["hidden"]
+    expected = {"input_ids": [S], "loss_mask": [S], "hidden": [S, *hidden[-2:]]}
+    if places["hidden"].dtype == CODES:
         expected["hidden_scale"] = expected["hidden"][:2]
-    if "last_hidden" in tensors:
-        expected["last_hidden"] = [S, *hidden.shape[-1:]]
+    if "last_hidden" in places:
+        expected["last_hidden"] = [S, *hidden[-1:]]
     if shapes != expected:
         raise UserError(
             f"a sample has shapes {shapes}, expected [S], [S], [S, F, D], scales [S, F] where the states are fp8 and "
@@ -115,29 +144,28 @@ def _check_shapes(tensors: dict[str, torch.Tensor]) -> None:
         )
 
 
-def read_range(path: str | Path, begin: int, nbytes: int) -> bytearray:
-    """Bytes begin..begin+nbytes-1 of a file, read straight into the memory that is returned; fewer where it ends before."""
-    buffer = bytearray(nbytes)
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        done = 0
-        while done < nbytes:  # Linux returns at most 2 GiB a call
-            count = os.preadv(descriptor, [memoryview(buffer)[done:]], begin + done)
-            if count == 0:
-                break
-            done += count
-    finally:
-        os.close(descriptor)
-    del buffer[done:]
-    return buffer
+def read_into(descriptor: int, begin: int, view: memoryview) -> int:
+    """Fills `view` with the bytes of a file from `begin` on; returns how many there were, fewer where the file ends."""
+    done = 0
+    while done < len(view):  # Linux returns at most 2 GiB a call
+        count = os.preadv(descriptor, [view[done:]], begin + done)
+        if count == 0:
+            break
+        done += count
+    return done
 
 
 def read_sample(path: str | Path, offset: int, nbytes: int) -> dict[str, torch.Tensor]:
     """The tensors of the sample at byte `offset` of the shard `path`, in the memory that was read into."""
-    buffer = read_range(path, offset, nbytes)
-    if len(buffer) < nbytes:
+    buffer = bytearray(nbytes)
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        count = read_into(descriptor, offset, memoryview(buffer))
+    finally:
+        os.close(descriptor)
+    if count < nbytes:
         raise UserError(
-            f"shard {path} ends after {len(buffer)} of the {nbytes} bytes of the sample at {offset}: it is cut short; "
+            f"shard {path} ends after {count} of the {nbytes} bytes of the sample at {offset}: it is cut short; "
             f"{REMEDY}."
         )
     return decode_sample(buffer)

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from data_prep.errors import UserError
 from pipeline import checkpoint
+from pipeline.attention import resolve_attention
 from pipeline.batches import StepDataset
 from pipeline.config import RunConfig, load_run
 from pipeline.dataset import TrainingData, open_dataset
@@ -53,7 +54,11 @@ def build(run: RunConfig, data: TrainingData, dataset: StepDataset, heldout: lis
     from pipeline.trainer import Trainer
 
     head = TargetHead.load(run.target_path, data.manifest, runtime.device, runtime.dtype)
-    drafter = initial_drafter(run, data)
+    drafter, config = initial_drafter(run, data), data.drafter
+    drafter.attention = resolve_attention(
+        run.attention, runtime.device, runtime.dtype,
+        (config.num_attention_heads, config.num_key_value_heads, config.head_dim), runtime.say)
+    runtime.say(f"attention {drafter.attention}")
     engine = build_engine(recompute_layers(drafter) if run.optim.activation_checkpointing else drafter, ds_config, runtime)
     evaluate = heldout and run.evaluation.every
     evaluation = HeldoutSet(data.reader, heldout, run, data.drafter.mask_token_id) if evaluate else None
@@ -101,9 +106,9 @@ def describe(run: RunConfig, data: TrainingData, dataset: StepDataset, heldout: 
         f"steps    {steps} of {run.optim.global_batch} sequences = {runtime.world} ranks x "
         f"{passes.per_step} micro-batches x {run.optim.micro_batch} {rows}{dropped}",
         f"reading  {len(data.manifest.shards)} shards of {data.reader.source}; {workers} processes a rank read ahead {ahead} "
-        f"micro-batches each of at most {dataset.largest_bytes / 2**20:.1f} MiB; padding {passes.padding.share:.1%} of the "
-        f"positions ({passes.padding.waiting_share:.1%} with ranks that wait for the longest row); a damaged sample: "
-        f"{run.data.on_error}",
+        f"micro-batches each of at most {dataset.largest_bytes / 2**20:.1f} MiB, a step holds "
+        f"{passes.per_step}; padding {passes.padding.share:.1%} of the positions ({passes.padding.waiting_share:.1%} with "
+        f"ranks that wait for the longest row); a damaged sample: {run.data.on_error}",
         f"memory   per rank under ZeRO-{stage}: {state}{f' ({offload})' if offload != 'none' else ''}; frozen embedding and "
         f"head {tables * runtime.dtype.itemsize / 2**20:.0f} MiB; activations and logits come on top",
         f"storage  dataset {sum(s.bytes for s in data.manifest.shards) / 2**20:.0f} MiB; a checkpoint "

@@ -1,133 +1,99 @@
 """Block attention: queries from the block, keys and values from [context ; block].
 
 Two callers, one mathematics. Training hands over N blocks of a row at once; block n sees the context of its document
-before its anchor and itself, never another block. Inference hands over one block behind a cache, where everything is
-visible.
+before its anchor and itself, never another block (spec 2; DFlash, arXiv 2602.06036). Inference hands over one block
+behind a cache, where everything is visible.
 
-The dense score matrix of a training row is (N*K) x (S + N*K) and mostly hidden. `grouped_block_attention` walks over
-groups of neighbouring blocks instead: a group scores only the part of its document that its furthest anchor can see
-plus its own blocks. It is exact, needs no custom backward, and the cost follows the visible scores when anchors are
-sorted. Groups and masks are the same in every layer: `block_groups` makes them once a pass.
+Training has several interchangeable implementations. Each is a class: an object is made once a pass from
+(anchors_BN, starts_BN, block_size, context_length) and called in every layer with
+
+    q [B, H, N*K, D], context_k, context_v [B, G, S, D], block_k, block_v [B, G, N*K, D]  ->  [B, H, N*K, D]
+
+anchors_BN: int64 places of the anchors in the row, ascending, 0 for an unused block. starts_BN: where the block's
+document begins in a row that holds several, 0 for an unused block; None: every row is one document. An unused block
+sees only itself, so its rows stay finite.
 
 Shapes: B batch, S context tokens, N anchors, K slots of a block, H query heads, G key/value heads, D head dimension.
 """
-from typing import NamedTuple
+from importlib.util import find_spec
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-# Query rows (blocks x slots) that share one call. More rows make better matrix products, fewer waste less on the scores
-# between neighbouring blocks; 128 is where the two balance on CPUs for K = 8 and 16.
-GROUP_ROWS = 128
+from data_prep.errors import UserError
+from pipeline.flash4_attention import Flash4Attention
+from pipeline.flash_attention import FlashAttention
+from pipeline.flex_attention import FlexAttention
+from pipeline.grouped_attention import GroupedAttention, shared_head_attention
+
+IMPLEMENTATIONS = {"sdpa": GroupedAttention, "flex": FlexAttention, "flash2": FlashAttention, "flash4": Flash4Attention}
+
+# On a GPU, fastest first (tests/gpu measures them).
+_ORDER = ("flash4", "flex", "flash2", "sdpa")
 
 
-class Group(NamedTuple):
-    """`blocks` neighbouring blocks that share one call and see context positions low..high-1, as far as `visible`
-    allows: bool [b, 1, blocks*K, high - low + blocks*K]."""
+def resolve_attention(wanted: str, device: torch.device, dtype: torch.dtype, heads: tuple[int, int, int],
+                      say=print) -> str:
+    """The implementation to use: `wanted` (sdpa, flex, flash), or with `auto` the fastest that works.
 
-    blocks: int
-    low: int
-    high: int
-    visible_B1QT: Tensor
-
-
-class Rows(NamedTuple):
-    """Rows first..last-1 of the batch, which share the groups; together the groups hold all N blocks, in order."""
-
-    first: int
-    last: int
-    groups: list[Group]
-
-
-def _attend(q_BHQD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, visible_B1QT: Tensor | None) -> Tensor:
-    """Softmax attention with grouped key/value heads, without repeating keys: query heads that share a key head are
-    laid out as further query rows of it."""
-    B, H, Q, D = q_BHQD.shape
-    G = k_BGTD.shape[1]
-    rows = q_BHQD.reshape(B, G, (H // G) * Q, D)
-    if visible_B1QT is not None:
-        visible_B1QT = visible_B1QT.repeat(1, 1, H // G, 1)
-    out = F.scaled_dot_product_attention(rows, k_BGTD, v_BGTD, attn_mask=visible_B1QT)
-    return out.reshape(B, H, Q, D)
-
-
-def block_groups(anchors_BN: Tensor, starts_BN: Tensor | None, block_size: int,
-                 group_rows: int = GROUP_ROWS) -> list[Rows]:
-    """How `grouped_block_attention` cuts the N blocks of every row.
-
-    Block n of row b sees context positions `starts_BN[b, n] <= s < anchors_BN[b, n]` and all slots of itself (spec 2;
-    DFlash, 2602.06036). starts_BN: where the block's document begins in the row; None: every row is one document.
-    An unused block carries anchor 0 and start 0: it sees only itself, so its rows stay finite. Anchors need no order,
-    but sorted ones make the prefixes short.
+    What works is tried out on a small pass, forward and backward, against `sdpa`. heads: query heads, key/value heads,
+    head dimension. UserError where `wanted` does not work here.
     """
-    per_group = max(1, group_rows // block_size)
-    if starts_BN is None:
-        # Rows share their groups: one call each, over the longest prefix.
-        furthest = anchors_BN.amax(0).tolist()
-        return [Rows(0, len(anchors_BN), _cut(anchors_BN, torch.zeros_like(anchors_BN), furthest, [0] * len(furthest),
-                                              block_size, per_group))]
-    # Packed rows have their documents at different places, so each has groups of its own, none over two documents.
-    return [Rows(b, b + 1, _cut(anchors_BN[b:b + 1], starts_BN[b:b + 1], anchors, starts, block_size, per_group))
-            for b, (anchors, starts) in enumerate(zip(anchors_BN.tolist(), starts_BN.tolist()))]
+    if wanted == "sdpa" or (wanted == "auto" and device.type == "cpu"):
+        return "sdpa"
+    names = {"auto": _ORDER, "flash": ("flash4", "flash2"), "flex": ("flex",)}[wanted]
+    reasons = []
+    for name in names:
+        reason = None if name == "sdpa" else why_not(name, device, dtype, heads)
+        if reason is None:
+            return name
+        reasons.append(f"{name}: {reason}")
+        say(f"attention {name} does not work here: {reason}")
+    raise UserError(f"attention = {wanted} does not work on {device} with {dtype} ({'; '.join(reasons)}); set attention to "
+                    "auto or sdpa, or install what is missing with `pip install .[gpu]`")
 
 
-def _cut(anchors_bN: Tensor, starts_bN: Tensor, furthest: list[int], begins: list[int], block_size: int,
-         per_group: int) -> list[Group]:
-    groups, first, N = [], 0, len(furthest)
-    while first < N:
-        low, last = begins[first], first + 1
-        while last < min(first + per_group, N) and begins[last] == low:
-            last += 1
-        high = max(low, *furthest[first:last])
-        groups.append(Group(last - first, low, high,
-                            _group_mask(anchors_bN[:, first:last], starts_bN[:, first:last], low, high, block_size)))
-        first = last
-    return groups
+def _installed(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:  # not even the package around it
+        return False
 
 
-def _group_mask(anchors_Bn: Tensor, starts_Bn: Tensor, low: int, high: int, block_size: int) -> Tensor:
-    """[B, 1, n*K, high - low + n*K], True where a slot may look."""
-    B, n = anchors_Bn.shape
-    positions = torch.arange(low, high, device=anchors_Bn.device)
-    context_BnP = (positions >= starts_Bn[:, :, None]) & (positions < anchors_Bn[:, :, None])
-    same_nn = torch.eye(n, dtype=torch.bool, device=anchors_Bn.device).expand(B, n, n)
-    visible = torch.cat([context_BnP, same_nn.repeat_interleave(block_size, dim=2)], dim=2)
-    return visible.repeat_interleave(block_size, dim=1)[:, None]
+def why_not(name: str, device: torch.device, dtype: torch.dtype, heads: tuple[int, int, int]) -> str | None:
+    """Why an implementation does not work here; None where a small pass gives what `sdpa` gives."""
+    if device.type != "cuda":
+        return "its backward pass needs a GPU"
+    if name != "flex" and dtype == torch.float32:
+        return "its kernels compute in 16 bits"
+    if name == "flash4" and not _installed("flash_attn.cute"):
+        return "the package flash-attn-4 is not installed"
+    try:
+        return _difference(name, device, dtype, heads)
+    except Exception as error:  # kernels fail in many ways, and any of them means: take another
+        return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"[:300]
 
 
-def grouped_block_attention(
-    q_BHQD: Tensor,
-    context_k_BGSD: Tensor,
-    context_v_BGSD: Tensor,
-    block_k_BGQD: Tensor,
-    block_v_BGQD: Tensor,
-    rows: list[Rows],
-    block_size: int,
-) -> Tensor:
-    """Masked attention of N blocks a row, Q = N * block_size; returns [B, H, Q, D]. rows: of `block_groups`."""
-    tensors = (q_BHQD, context_k_BGSD, context_v_BGSD, block_k_BGQD, block_v_BGQD)
-    outputs = [_attend_rows(*(t[first:last] for t in tensors), groups, block_size) for first, last, groups in rows]
-    return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
-
-
-def _attend_rows(q: Tensor, context_k: Tensor, context_v: Tensor, block_k: Tensor, block_v: Tensor, groups: list[Group],
-                 block_size: int) -> Tensor:
-    # Tensors are split once instead of sliced per group: the gradient of a slice is a whole tensor of zeros.
-    cuts = sorted({0, context_k.shape[2], *(g.low for g in groups), *(g.high for g in groups)})
-    lengths = [end - begin for begin, end in zip(cuts, cuts[1:])]
-    context_ks, context_vs = context_k.split(lengths, dim=2), context_v.split(lengths, dim=2)
-    sizes = [g.blocks * block_size for g in groups]
-    outputs = []
-    for group, q_part, k_part, v_part in zip(groups, *(t.split(sizes, dim=2) for t in (q, block_k, block_v))):
-        seen = slice(cuts.index(group.low), cuts.index(group.high))
-        # An empty context stays in the graph: under ZeRO every parameter needs a gradient in every pass, if only zeros.
-        k = torch.cat([*(context_ks[seen] or (context_k[:, :, :0],)), k_part], dim=2)
-        v = torch.cat([*(context_vs[seen] or (context_v[:, :, :0],)), v_part], dim=2)
-        outputs.append(_attend(q_part, k, v, group.visible_B1QT))
-    return torch.cat(outputs, dim=2)
+def _difference(name: str, device: torch.device, dtype: torch.dtype, heads: tuple[int, int, int]) -> str | None:
+    """Output and gradients of a small random pass beside those of `sdpa`; None where they agree."""
+    H, G, D = heads
+    K, N, S = 4, 70, 300
+    random = torch.Generator().manual_seed(0)
+    draw = lambda count, length: torch.randn(1, count, length, D, generator=random).to(device, dtype)  # noqa: E731
+    tensors = [draw(H, N * K), draw(G, S), draw(G, S), draw(G, N * K), draw(G, N * K)]
+    anchors = torch.randperm(S, generator=random)[:N].sort().values[None].to(device)
+    weight = draw(H, N * K)
+    results = []
+    for implementation in (GroupedAttention, IMPLEMENTATIONS[name]):
+        inputs = [t.clone().requires_grad_() for t in tensors]
+        out = implementation(anchors, None, K, S)(*inputs)
+        results.append([out.detach(), *torch.autograd.grad((out * weight).sum(), inputs)])
+    worst = max(float((a - b).norm() / b.norm()) for b, a in zip(*results))
+    allowed = 3e-2 if dtype == torch.bfloat16 else 1e-4
+    return None if worst <= allowed else f"differs from sdpa by {worst:.1e} (relative; {allowed:g} allowed)"
 
 
 def cached_block_attention(q_BHKD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor) -> Tensor:
-    """Attention of one block over T = context + K keys that are all visible; returns [B, H, K, D]."""
-    return _attend(q_BHKD, k_BGTD, v_BGTD, None)
+    """Attention of one block over T = context + K keys that are all visible; returns [B, H, K, D]. On a GPU PyTorch
+    computes this mask-free call with its flash kernels."""
+    return shared_head_attention(q_BHKD, k_BGTD, v_BGTD)

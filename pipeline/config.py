@@ -17,7 +17,7 @@ from pipeline.sources import is_url
 # Keys that a resumed run may change freely: where things lie, how fast they come, what is shown and kept, how a step is
 # cut into passes. All others decide the numbers and are compared (pipeline/checkpoint.py).
 FREE_ON_RESUME = frozenset({
-    "out", "data.path", "data.pack_tokens", "data.on_error", "data.workers", "data.prefetch_bytes", "data.cache_dir",
+    "out", "attention", "data.path", "data.pack_tokens", "data.on_error", "data.workers", "data.prefetch_bytes", "data.cache_dir",
     "data.cache_bytes", "target.path", "drafter.init", "drafter.init_from", "optim.micro_batch",
     "optim.activation_checkpointing", "optim.max_nonfinite", "checkpoint.every", "checkpoint.keep", "checkpoint.keep_every",
     "evaluation.every", "log.every"})
@@ -110,6 +110,9 @@ class RunConfig(_Section):
     seed: int = 0
     precision: Literal["auto", "bf16", "fp32"] = Field(
         "auto", description="auto: bf16 with fp32 master weights where the device computes in it, else fp32")
+    attention: Literal["auto", "sdpa", "flex", "flash"] = Field(
+        "auto", description="how block attention is computed (pipeline/attention.py), one mathematics; auto: the fastest that "
+                            "works on the device")
     data: DataSection = DataSection()
     target: TargetSection = TargetSection()
     drafter: DrafterSection = DrafterSection()

@@ -14,11 +14,12 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm, Qwen3RotaryEmbedding, rotate_half
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from data_prep.errors import UserError
-from pipeline.attention import Rows, block_groups, cached_block_attention, grouped_block_attention
+from pipeline.attention import IMPLEMENTATIONS, cached_block_attention
 from pipeline.drafter_config import DrafterConfig
+from pipeline.fused import MLP, RMSNorm, rotate
 
 
 @dataclass
@@ -28,11 +29,6 @@ class ContextCache:
     keys: list[Tensor]
     values: list[Tensor]
     length: int = 0
-
-
-def _rotate(x_BHTD: Tensor, cos_BTD: Tensor, sin_BTD: Tensor) -> Tensor:
-    cos, sin = cos_BTD[:, None], sin_BTD[:, None]
-    return x_BHTD * cos + rotate_half(x_BHTD) * sin
 
 
 def _document_positions(features_BSE: Tensor, starts_BN: Tensor | None) -> Tensor:
@@ -49,15 +45,14 @@ def _document_positions(features_BSE: Tensor, starts_BN: Tensor | None) -> Tenso
 class BlockAttention(nn.Module):
     def __init__(self, config: DrafterConfig):
         super().__init__()
-        self.block_size = config.block_size
         self.head_dim = config.head_dim
         query, key = (heads * config.head_dim for heads in (config.num_attention_heads, config.num_key_value_heads))
         self.q_proj = nn.Linear(config.hidden_size, query, bias=False)
         self.k_proj = nn.Linear(config.hidden_size, key, bias=False)
         self.v_proj = nn.Linear(config.hidden_size, key, bias=False)
         self.o_proj = nn.Linear(query, config.hidden_size, bias=False)
-        self.q_norm = Qwen3RMSNorm(config.head_dim, eps=config.rms_norm_eps)
-        self.k_norm = Qwen3RMSNorm(config.head_dim, eps=config.rms_norm_eps)
+        self.q_norm = RMSNorm(config.head_dim, eps=config.rms_norm_eps)
+        self.k_norm = RMSNorm(config.head_dim, eps=config.rms_norm_eps)
 
     def _heads(self, x_BTE: Tensor) -> Tensor:
         return x_BTE.unflatten(-1, (-1, self.head_dim))
@@ -66,19 +61,17 @@ class BlockAttention(nn.Module):
         """Keys and values [B, G, T, head_dim] of the context or of the block."""
         k = self.k_norm(self._heads(self.k_proj(x_BTD))).transpose(1, 2)
         v = self._heads(self.v_proj(x_BTD)).transpose(1, 2)
-        return _rotate(k, *rope), v
+        return rotate(k, *rope), v
 
     def queries(self, x_BTD: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
-        return _rotate(self.q_norm(self._heads(self.q_proj(x_BTD))).transpose(1, 2), *rope)
+        return rotate(self.q_norm(self._heads(self.q_proj(x_BTD))).transpose(1, 2), *rope)
 
     def project(self, out_BHTD: Tensor) -> Tensor:
         return self.o_proj(out_BHTD.transpose(1, 2).flatten(2))
 
-    def forward(self, x_BTD: Tensor, rope, context_BSD: Tensor, context_rope, rows: list[Rows]) -> Tensor:
+    def forward(self, x_BTD: Tensor, rope, context_BSD: Tensor, context_rope, attend) -> Tensor:
         context = self.keys_values(context_BSD, context_rope)
-        block = self.keys_values(x_BTD, rope)
-        out = grouped_block_attention(self.queries(x_BTD, rope), *context, *block, rows, self.block_size)
-        return self.project(out)
+        return self.project(attend(self.queries(x_BTD, rope), *context, *self.keys_values(x_BTD, rope)))
 
     def attend_cached(self, x_BKD: Tensor, rope, context_k: Tensor, context_v: Tensor) -> Tensor:
         k, v = self.keys_values(x_BKD, rope)
@@ -90,15 +83,15 @@ class DrafterLayer(nn.Module):
     def __init__(self, config: DrafterConfig):
         super().__init__()
         self.self_attn = BlockAttention(config)
-        self.mlp = Qwen3MLP(config.qwen3())
-        self.input_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.post_attention_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.mlp = MLP(config.qwen3())
+        self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
     def _mlp(self, x_BTD: Tensor) -> Tensor:
         return x_BTD + self.mlp(self.post_attention_layernorm(x_BTD))
 
-    def forward(self, x_BTD: Tensor, rope, context_BSD: Tensor, context_rope, rows: list[Rows]) -> Tensor:
-        return self._mlp(x_BTD + self.self_attn(self.input_layernorm(x_BTD), rope, context_BSD, context_rope, rows))
+    def forward(self, x_BTD: Tensor, rope, context_BSD: Tensor, context_rope, attend) -> Tensor:
+        return self._mlp(x_BTD + self.self_attn(self.input_layernorm(x_BTD), rope, context_BSD, context_rope, attend))
 
     def draft(self, x_BKD: Tensor, rope, context_k: Tensor, context_v: Tensor) -> Tensor:
         return self._mlp(x_BKD + self.self_attn.attend_cached(self.input_layernorm(x_BKD), rope, context_k, context_v))
@@ -108,10 +101,11 @@ class DFlashDrafter(nn.Module):
     def __init__(self, config: DrafterConfig):
         super().__init__()
         self.config = config
+        self.attention = "sdpa"  # how a training pass computes block attention, one of attention.IMPLEMENTATIONS
         self.fc = nn.Linear(len(config.target_layer_ids) * config.hidden_size, config.hidden_size, bias=False)
-        self.hidden_norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.hidden_norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.layers = nn.ModuleList(DrafterLayer(config) for _ in range(config.num_hidden_layers))
-        self.norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary_emb = Qwen3RotaryEmbedding(config.qwen3())
 
     def initialise(self, seed: int) -> "DFlashDrafter":
@@ -144,10 +138,10 @@ class DFlashDrafter(nn.Module):
         rope = self.rotary_emb(noise_BTD, (positions_BN[:, :, None] + slots).flatten(1))
         context_BSD = self.context(features_BSE)
         context_rope = self.rotary_emb(noise_BTD, _document_positions(features_BSE, starts_BN))
-        rows = block_groups(anchors_BN, starts_BN, K)
+        attend = IMPLEMENTATIONS[self.attention](anchors_BN, starts_BN, K, features_BSE.shape[1])
         x_BTD = noise_BTD
         for layer in self.layers:
-            x_BTD = layer(x_BTD, rope, context_BSD, context_rope, rows)
+            x_BTD = layer(x_BTD, rope, context_BSD, context_rope, attend)
         return self.norm(x_BTD)
 
     def new_cache(self) -> ContextCache:

@@ -10,10 +10,11 @@ from pathlib import Path
 import deepspeed
 import torch
 import torch.utils.checkpoint
+from deepspeed.utils import set_z3_leaf_modules
 
 from data_prep.errors import UserError
 from pipeline.config import OptimSection, RunConfig
-from pipeline.drafter import DFlashDrafter
+from pipeline.drafter import DFlashDrafter, DrafterLayer
 from pipeline.runtime import Runtime
 
 _MISSING = object()
@@ -79,7 +80,10 @@ def _autos(tree, name: str = "") -> list[str]:
 
 
 def build_engine(drafter: DFlashDrafter, ds_config: dict, runtime: Runtime) -> deepspeed.DeepSpeedEngine:
-    """Partitions the drafter and its optimizer state; all ranks must hold the same drafter (rank 0's is broadcast)."""
+    """Partitions the drafter and its optimizer state; all ranks must hold the same drafter (rank 0's is broadcast).
+
+    ZeRO-3 gathers a layer's parameters in one go: hooks on every little module cost more than a small layer computes."""
+    set_z3_leaf_modules(drafter, [DrafterLayer])
     engine, *_ = deepspeed.initialize(model=drafter, config=ds_config, model_parameters=list(drafter.parameters()))
     masters = {tensor.dtype for tensor in master_weights(engine)}
     if masters - {torch.float32}:

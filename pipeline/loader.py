@@ -4,26 +4,21 @@ A rank that could not read must not just leave, since the others would wait for 
 a damaged sample, an unreachable shard nor a dead worker raises here: they travel with the step's batch, and `agree`, the
 collective that sums the loss's denominator anyway, stops all ranks at the same step.
 """
-import multiprocessing
-import resource
-import signal
 import sys
-import time
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
 
 from data_prep.errors import UserError
 from pipeline.batches import MicroBatch, StepDataset
+from pipeline.buffers import Lease, Pool, page_lock
 from pipeline.runtime import Runtime
+from pipeline.workers import Worker, read_place
 
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)  # meant for the rank, whose workers end with it
 READ_AHEAD = 8  # micro-batches per worker at most: more only delay the start
-POLL = 2  # s between looks at whether the workers live
-PATIENCE = 900  # s for one micro-batch, all attempts of a remote read included; then its worker counts as hanging
 
 
 @dataclass
@@ -52,56 +47,34 @@ def read_ahead(workers: int, budget: int, largest: int) -> tuple[int, int]:
     return workers, min(READ_AHEAD, room // workers)
 
 
-def _ignore_signals(_worker: int) -> None:
-    for number in SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
-
-
-class _PassDataset(Dataset):
-    """Map from a micro-batch's place in the run to it, or to the text of the error."""
-
-    def __init__(self, data: StepDataset):
-        self.data = data
-
-    def __len__(self) -> int:
-        return len(self.data) * self.data.passes.per_step
-
-    def __getitem__(self, place: int) -> MicroBatch | str:
-        try:
-            return self.data.micro_batch(*divmod(place, self.data.passes.per_step))
-        except UserError as error:
-            return str(error)
-
-
 class StepLoader:
-    """The batches of steps first..last-1, in order; a context manager that ends its workers."""
+    """The batches of steps first..last-1, in order; a context manager that ends its workers.
+
+    A micro-batch lies in a buffer that is filled again once nothing holds the micro-batch any more. There are buffers
+    for what is read ahead and for one step; whoever keeps more makes this process read by itself, into further ones.
+    """
 
     def __init__(self, data: StepDataset, first: int, last: int, *, workers: int, budget: int, pin_memory: bool = False):
-        self.per_step = data.passes.per_step
+        self.data, self.per_step = data, data.passes.per_step
+        self._place, self._end = first * self.per_step, last * self.per_step  # of what is read next
         workers, ahead = read_ahead(workers, budget, data.largest_bytes)
-        places = range(first * self.per_step, last * self.per_step)
-        loader = DataLoader(_PassDataset(data), batch_size=None, sampler=places, num_workers=workers,
-                            prefetch_factor=ahead or None, pin_memory=pin_memory, worker_init_fn=_ignore_signals,
-                            timeout=POLL if workers else 0)
-        # A tensor that a worker hands over holds a file descriptor as long as it lives.
-        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-        children, on_death = set(multiprocessing.active_children()), signal.getsignal(signal.SIGCHLD)
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # until the workers ignore them
-        self._places = iter(loader)
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        self._workers = [child for child in multiprocessing.active_children() if child not in children]
-        # torch would raise out of whatever line runs when a worker dies; this rank has to tell the others first.
-        signal.signal(signal.SIGCHLD, on_death)
+        self._ahead, self._asked = workers * ahead, deque[tuple[Worker, Lease]]()
+        self._own = Pool(data.largest_bytes)
+        self._shared = Pool(data.largest_bytes, count=self._ahead + self.per_step if workers else 0)
+        self.workers = deque(Worker(data, self._shared.buffers) for _ in range(workers))
+        if pin_memory:  # after the fork: what the driver knows about pages is not for the workers
+            self._own.lock_pages(page_lock)
+            self._shared.lock_pages(page_lock)
+        self._ask()
 
     def __enter__(self) -> "StepLoader":
         return self
 
     def __exit__(self, *_) -> None:
-        self._places = None  # asks the workers to end and waits for them, but not for long
-        for worker in self._workers:
-            worker.kill()  # one that hangs in a read
-            worker.join()
+        for worker in self.workers:
+            worker.ask_to_end()
+        for worker in self.workers:
+            worker.end()
 
     def __iter__(self) -> Iterator[StepBatch]:
         return self
@@ -109,34 +82,40 @@ class StepLoader:
     def __next__(self) -> StepBatch:
         batch = StepBatch()
         for _ in range(self.per_step):
-            found = self._wait()
+            found = self._next()
             if isinstance(found, str):
                 batch.problem = found
                 break
             batch.micro_batches.append(found)
         return batch
 
-    def _wait(self) -> MicroBatch | str:
-        began = time.monotonic()
-        while True:
-            try:
-                return next(self._places)
-            except RuntimeError as error:  # torch's, after POLL seconds without a micro-batch or for a dead worker
-                if not self._workers:
-                    raise
-                alive = all(worker.exitcode is None for worker in self._workers)
-                if not alive or time.monotonic() - began > PATIENCE:
-                    return self._obituary(error)
+    def _ask(self, wait: bool = False) -> None:
+        """Workers in turn read ahead as far as budget and free buffers allow; wait: for one at least, if all that keeps
+        it is a GPU's copy."""
+        while len(self._asked) < self._ahead and self._place < self._end:
+            lease = self._shared.take(wait=wait and not self._asked)
+            if lease is None:
+                return
+            worker = self.workers[0]
+            self.workers.rotate(-1)
+            worker.ask(self._place, lease.buffer.index)
+            self._asked.append((worker, lease))
+            self._place += 1
 
-    def _obituary(self, error: RuntimeError) -> str:
-        dead = ", ".join(f"{worker.name} (pid {worker.pid}, exit code {worker.exitcode})"
-                         for worker in self._workers if worker.exitcode is not None)
-        if not dead:
-            return (f"the reading processes {', '.join(str(worker.pid) for worker in self._workers)} delivered "
-                    f"nothing for {PATIENCE} s: {error}; check the disk or the server, then continue with --resume auto")
-        return (f"reading process {dead} died: {error}. Exit code -9 is a kill, mostly for memory (lower "
-                "data.prefetch_bytes or data.workers, see `dmesg`); -7 is a full /dev/shm (enlarge it). The last checkpoint "
-                "is intact, continue with --resume auto")
+    def _next(self) -> MicroBatch | str:
+        if not self._asked:
+            self._ask(wait=True)
+        if self._asked:
+            worker, lease = self._asked.popleft()
+            found = worker.answer()
+            self._ask()
+        elif self._place < self._end:
+            lease = self._own.take(wait=True)
+            found = read_place(self.data, self._place, lease.memory)
+            self._place += 1
+        else:
+            raise StopIteration
+        return found if isinstance(found, str) else found.batch(lease.memory, lease)
 
 
 def agree(step: int, batch: StepBatch, share: Tensor, on_error: str, runtime: Runtime) -> tuple[float, int]:

@@ -7,13 +7,23 @@ import fcntl
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Protocol
 
 from data_prep.errors import UserError
-from data_prep.samples import read_range
+from data_prep.samples import read_into
 
 ATTEMPTS = 4  # of one remote read, the waits between them 1, 2 and 4 s
+
+
+class ByteRange(Protocol):
+    """An open range of bytes; several threads may read it."""
+
+    nbytes: int  # fewer than were asked for where the file ends before
+
+    def read_into(self, at: int, view: memoryview) -> None:
+        """Fills `view` with the bytes from `at` on. UserError where they cannot be read."""
 
 
 class Source(Protocol):
@@ -23,8 +33,8 @@ class Source(Protocol):
     def read(self, name: str) -> bytes:
         """A whole file. UserError where it cannot be read."""
 
-    def read_range(self, name: str, begin: int, nbytes: int) -> bytearray:
-        """Bytes begin..begin+nbytes-1 of a file, fewer only where it ends before. UserError where it cannot be read."""
+    def open_range(self, name: str, begin: int, nbytes: int) -> AbstractContextManager[ByteRange]:
+        """Bytes begin..begin+nbytes-1 of a file. UserError where it cannot be read."""
 
     def forget(self, name: str, begin: int, nbytes: int) -> bool:
         """Called when a range turned out damaged. True where reading it again may give other bytes."""
@@ -36,6 +46,40 @@ def is_url(path: str | Path) -> bool:
 
 def open_source(path: str | Path) -> "Source":
     return RemoteFolder(str(path)) if is_url(path) else LocalFolder(Path(path))
+
+
+class FileRange:
+    """Bytes of a file that is open until the end of the `with` block, read straight into where they shall be."""
+
+    def __init__(self, path: Path, begin: int, nbytes: int):
+        """FileNotFoundError, or another OSError, where it cannot be opened."""
+        self.path, self.begin, self.descriptor = path, begin, os.open(path, os.O_RDONLY)
+        self.nbytes = max(0, min(nbytes, os.fstat(self.descriptor).st_size - begin))
+
+    def __enter__(self) -> "FileRange":
+        return self
+
+    def __exit__(self, *_) -> None:
+        os.close(self.descriptor)
+
+    def read_into(self, at: int, view: memoryview) -> None:
+        try:
+            count = read_into(self.descriptor, self.begin + at, view)
+        except OSError as error:
+            raise _unreadable(self.path, error) from error
+        if count < len(view):
+            raise UserError(f"{self.path} was cut to {self.begin + at + count} bytes while it was read; restore it from a "
+                            "copy, then continue with --resume auto")
+
+
+class FetchedRange:
+    """Bytes that came over a network."""
+
+    def __init__(self, content: bytes):
+        self.content, self.nbytes = memoryview(content), len(content)
+
+    def read_into(self, at: int, view: memoryview) -> None:
+        view[:] = self.content[at:at + len(view)]
 
 
 class LocalFolder:
@@ -53,17 +97,20 @@ class LocalFolder:
         try:
             return (self.folder / name).read_bytes()
         except OSError as error:
-            raise UserError(f"{self.folder / name} cannot be read: {error}; is {self.folder} mounted?") from error
+            raise _unreadable(self.folder / name, error) from error
 
-    def read_range(self, name: str, begin: int, nbytes: int) -> bytearray:
-        """One read straight into the memory that becomes the tensors."""
+    def open_range(self, name: str, begin: int, nbytes: int) -> FileRange:
         try:
-            return read_range(self.folder / name, begin, nbytes)
+            return FileRange(self.folder / name, begin, nbytes)
         except OSError as error:
-            raise UserError(f"{self.folder / name} cannot be read: {error}; is {self.folder} mounted?") from error
+            raise _unreadable(self.folder / name, error) from error
 
     def forget(self, name: str, begin: int, nbytes: int) -> bool:
         return False
+
+
+def _unreadable(path: Path, error: OSError) -> UserError:
+    return UserError(f"{path} cannot be read: {error}; is {path.parent} mounted?")
 
 
 class RemoteFolder:
@@ -120,13 +167,17 @@ class RemoteFolder:
         fs = self._filesystem()
         return self._attempt(name, lambda: fs.cat_file(f"{self.url}/{name}"))
 
-    def read_range(self, name: str, begin: int, nbytes: int) -> bytearray:
+    def fetch(self, name: str, begin: int, nbytes: int) -> bytes:
+        """Bytes begin..begin+nbytes-1 of a file, fewer where it ends before."""
         fs = self._filesystem()
         content = self._attempt(name, lambda: fs.cat_file(f"{self.url}/{name}", start=begin, end=begin + nbytes))
         if len(content) > nbytes:
             raise UserError(f"{self.url}: the server answered a request for {nbytes} bytes with {len(content)}: it knows "
                             "no byte ranges; use one that does, or copy the dataset and set data.path to the copy")
-        return bytearray(content)
+        return content
+
+    def open_range(self, name: str, begin: int, nbytes: int) -> AbstractContextManager[FetchedRange]:
+        return nullcontext(FetchedRange(self.fetch(name, begin, nbytes)))
 
     def forget(self, name: str, begin: int, nbytes: int) -> bool:
         return True
@@ -138,13 +189,13 @@ def _passing(cause: BaseException | None) -> bool:
 
 
 class CachedSource:
-    """A source whose ranges are kept in a local folder, the least recently used going first. All processes of a machine
+    """A URL whose ranges are kept in a local folder, the least recently used going first. All processes of a machine
     share PLACE/byte_ranges; the files in it, and there are no others, never take more than `limit` bytes together.
 
     content: names the dataset's content, so that the ranges of another one under the same URL are never taken for it.
     """
 
-    def __init__(self, source: Source, place: Path, content: str, limit: int):
+    def __init__(self, source: RemoteFolder, place: Path, content: str, limit: int):
         self.root = place / "byte_ranges"
         self.source, self.folder, self.limit = source, self.root / content, limit
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -161,30 +212,30 @@ class CachedSource:
     def _path(self, name: str, begin: int, nbytes: int) -> Path:
         return self.folder / f"{name}.{begin}.{nbytes}"
 
-    def read_range(self, name: str, begin: int, nbytes: int) -> bytearray:
+    def open_range(self, name: str, begin: int, nbytes: int) -> AbstractContextManager[ByteRange]:
         path = self._path(name, begin, nbytes)
         try:
-            buffer = LocalFolder(self.folder).read_range(path.name, 0, nbytes)
-            os.utime(path)
-            return buffer
-        except (UserError, FileNotFoundError):  # not kept, or dropped by another process meanwhile
-            buffer = self.source.read_range(name, begin, nbytes)
-        if len(buffer) == nbytes <= self.limit:
-            self._keep(path, buffer)
-        return buffer
+            kept = FileRange(path, 0, nbytes)
+            os.utime(kept.descriptor)
+            return kept
+        except FileNotFoundError:
+            content = self.source.fetch(name, begin, nbytes)
+        if len(content) == nbytes <= self.limit:
+            self._keep(path, content)
+        return nullcontext(FetchedRange(content))
 
-    def _keep(self, path: Path, buffer: bytearray) -> None:
+    def _keep(self, path: Path, content: bytes) -> None:
         with open(self.root / "lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             kept = sorted((file.stat().st_mtime_ns, file.stat().st_size, file) for file in self.root.glob("*/*"))
-            room = self.limit - sum(size for _, size, _ in kept) - len(buffer)
+            room = self.limit - sum(size for _, size, _ in kept) - len(content)
             for _, size, file in kept:
                 if room >= 0:
                     break
                 file.unlink()
                 room += size
             temporary = path.with_name(f"{path.name}.{os.getpid()}")
-            temporary.write_bytes(buffer)
+            temporary.write_bytes(content)
             temporary.rename(path)
 
     def forget(self, name: str, begin: int, nbytes: int) -> bool:

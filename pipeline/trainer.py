@@ -118,6 +118,7 @@ class Trainer:
                 batch = next(batches)
                 speed.data_arrived()
                 values, stopping = self.step(progress.done, batch)
+                del batch  # its memory is what the next one is read into
                 self._count_skips(progress.done, values)
                 values |= speed.values(values)
                 progress.done += 1

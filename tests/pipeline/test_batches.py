@@ -1,15 +1,22 @@
 """Which samples and anchors a step has: a function of seed and manifest alone."""
+import resource
+import shutil
 from collections import Counter
 
 import pytest
 import torch
-from torch.utils.data import DataLoader
 
 from data_prep.errors import UserError
-from data_prep.manifest import Manifest, read_index
+from data_prep.manifest import Features, Manifest, Target, read_index
+from data_prep.shards import ShardWriter, shard_name
 from pipeline.anchors import draw_anchors
+from pipeline.batches import StepDataset
+from pipeline.loader import StepLoader
 from pipeline.order import StepPlan
-from tests.datasets import make_run_folder, sample, step_dataset
+from pipeline.passes import Passes
+from pipeline.reader import SampleReader
+from pipeline.sources import LocalFolder
+from tests.datasets import damage, make_run_folder, sample, step_dataset
 
 N = 26  # samples in the six shards of 7/3/5/1/4/6
 
@@ -58,8 +65,8 @@ def test_a_step_has_the_same_samples_and_anchors_on_any_number_of_ranks(folder, 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_workers_and_a_late_start_change_nothing(folder, workers):
     steps = step_dataset(folder)
-    loader = DataLoader(steps, batch_size=None, sampler=range(7, len(steps)), num_workers=workers)
-    assert [content(mbs) for mbs in loader] == [content(steps[t]) for t in range(7, len(steps))]
+    with StepLoader(steps, 7, len(steps), workers=workers, budget=2**20) as loader:
+        assert [content(batch.micro_batches) for batch in loader] == [content(steps[t]) for t in range(7, len(steps))]
 
 
 def test_anchors_are_drawn_anew_each_epoch_and_only_where_two_tokens_are_supervised():
@@ -88,6 +95,58 @@ def test_batches_hold_the_stored_values_and_padding_is_zero(folder):
         for a, labels, alive in zip(mb.anchors_BN[b].tolist(), mb.labels_BNJ[b].tolist(), mb.mask_BNJ[b].tolist()):
             for k, (label, on) in enumerate(zip(labels, alive), start=1):
                 assert not on or (label == ids[a + k] and mask[a + k])
+
+
+@pytest.mark.parametrize("micro,pack", [(1, None), (4, None), (2, 64)])
+def test_what_the_memory_held_before_changes_nothing(folder, micro, pack):
+    data = step_dataset(folder, micro=micro, pack=pack, anchors=500)  # some rows have unused blocks
+    memory = torch.full((data.largest_bytes,), 255, dtype=torch.uint8)
+    for step in (0, 3):
+        for index in range(data.passes.per_step):
+            ours, fresh = data.fill(step, index, memory).batch(memory), data.micro_batch(step, index)
+            for name, value in vars(fresh).items():
+                mine = getattr(ours, name)
+                assert torch.equal(mine, value) if torch.is_tensor(value) else mine == value, name
+
+
+@pytest.mark.parametrize("pack", [None, 400])
+def test_nothing_of_a_damaged_sample_is_left_in_the_batch(folder, tmp_path, pack):
+    damaged = shutil.copytree(folder, tmp_path / "dataset")
+    damage(damaged, "000009")
+    data, whole = (step_dataset(at, micro=1 if pack else 2, batch=26, pack=pack, epochs=1) for at in (damaged, folder))
+    keys = []
+    for index in range(data.passes.per_step):
+        memory = torch.full((data.largest_bytes,), 255, dtype=torch.uint8)
+        ours, theirs = data.fill(0, index, memory).batch(memory), whole.micro_batch(0, index)
+        keys += ours.keys
+        if "000009" in theirs.keys:
+            assert ours.keys == [key for key in theirs.keys if key != "000009"] and "CRC-32" in ours.damaged[0]
+            assert ours.real_tokens == theirs.real_tokens - len(sample(9)[0])
+        kept = torch.cat([sample(int(key))[2].flatten(1) for key in ours.keys])
+        found = ours.features_BSE.flatten(0, 1)
+        used = found.view(torch.int16).any(1)
+        assert torch.equal(found[used], kept) and not found[~used].view(torch.int16).any()
+    assert len(keys) == 25
+
+
+def test_after_the_first_steps_no_memory_is_used_for_the_first_time(tmp_path):
+    writer = ShardWriter(tmp_path, shard_name(0))
+    for key in range(8):
+        mask = torch.ones(256, dtype=torch.uint8)
+        writer.add(f"{key:06d}", {}, mask.int(), mask, {"hidden": torch.randn(256, 2, 8192).bfloat16()})
+    writer.finish()
+    writer.publish()
+    target = Target.model_construct(hidden_size=8192)
+    manifest = Manifest.model_construct(target=target, features=Features(layer_ids=[1, 2]))
+    passes = Passes(StepPlan(writer.samples, 0, 3, 4), world=1, micro_batch=2)
+    data = StepDataset(SampleReader(LocalFolder(tmp_path), manifest, writer.samples), passes, rank=0, max_anchors=4,
+                       block_size=4, mask_token_id=0)
+    with StepLoader(data, 0, len(data), workers=0, budget=0) as loader:
+        next(loader), next(loader)
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        nbytes = sum(mb.features_BSE.nbytes for mb in next(loader).micro_batches)
+        pages = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+    assert nbytes == 4 * 2**23 and pages < nbytes / resource.getpagesize() / 20
 
 
 def test_unused_blocks_carry_anchor_zero_and_no_label(folder):

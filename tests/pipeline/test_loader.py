@@ -1,8 +1,10 @@
 """Reading ahead: bounded, ended cleanly, and failing on all ranks together."""
+import contextlib
 import multiprocessing
 import os
 import shutil
 import signal
+import threading
 import time
 
 import pytest
@@ -90,6 +92,96 @@ def test_workers_end_with_the_loop_also_in_the_middle_and_ignore_the_ranks_signa
     assert children() == before
 
 
+@pytest.mark.parametrize("workers,pack", [(0, None), (2, None), (2, 64)])
+def test_tensors_that_are_kept_keep_their_values_however_far_the_loop_goes_on(made, workers, pack):
+    def tensors(micro_batches):
+        return [{name: value for name, value in vars(mb).items() if torch.is_tensor(value)} for mb in micro_batches]
+
+    data = step_dataset(made, pack=pack)
+    with StepLoader(data, 0, len(data), workers=workers, budget=2 * data.largest_bytes) as loader:
+        kept = [tensors(batch.micro_batches) for batch in loader]
+    for step, found in enumerate(kept):
+        for ours, fresh in zip(found, tensors(data[step]), strict=True):
+            assert ours.keys() == fresh.keys() and all(torch.equal(ours[name], fresh[name]) for name in ours)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_batches_that_are_dropped_need_no_more_buffers_than_one_step_and_what_is_read_ahead(made, workers):
+    data = step_dataset(made)
+    with StepLoader(data, 0, len(data), workers=workers, budget=3 * data.largest_bytes) as loader:
+        places = set()
+        for _ in range(len(data)):
+            batch = next(loader)
+            places |= {mb.features_BSE.data_ptr() for mb in batch.micro_batches}
+            del batch
+    assert len(places) <= data.passes.per_step + (2 if workers else 0)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_batch_that_a_gpu_still_copies_is_not_overwritten_though_nobody_holds_it(made, workers):
+    data, copied = step_dataset(made), threading.Event()
+    with StepLoader(data, 0, len(data), workers=workers, budget=data.largest_bytes) as loader:
+        leases = [mb.lease for mb in next(loader).micro_batches]
+        memories = [lease.buffer.memory for lease in leases]  # without a lease
+        before = [memory.clone() for memory in memories]
+        for lease in leases:
+            lease.hold(copied.is_set)
+        leases = lease = None
+        threading.Timer(0.3, copied.set).start()
+        steps = 1
+        while not copied.is_set():
+            assert all(map(torch.equal, memories, before))
+            batch = next(loader)
+            assert batch.micro_batches and not batch.problem
+            del batch
+            steps += 1
+        for _ in range(steps, len(data)):
+            next(loader)
+    assert not any(map(torch.equal, memories, before)), "the buffers were not used again"
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: copies run behind the process")
+@pytest.mark.parametrize("workers", [0, 2])
+def test_batches_arrive_whole_on_a_gpu_that_is_far_behind(made, workers):
+    data, device = step_dataset(made), torch.device("cuda")
+    with StepLoader(data, 0, len(data), workers=workers, budget=3 * data.largest_bytes, pin_memory=True) as loader:
+        torch.cuda._sleep(10**9)  # the stream starts copying about a second from now
+        moved = []
+        for batch in loader:
+            assert all(mb.features_BSE.is_pinned() for mb in batch.micro_batches)
+            moved.append([mb.to(device, torch.bfloat16) for mb in batch.micro_batches])
+            del batch
+    for step, batch in enumerate(moved):
+        for ours, fresh in zip(batch, data[step], strict=True):
+            assert torch.equal(ours.features_BSE.cpu(), fresh.features_BSE)
+            assert torch.equal(ours.labels_BNJ.cpu(), fresh.labels_BNJ)
+
+
+def test_workers_end_when_their_rank_is_killed(made):
+    def rank(pipe):
+        data = step_dataset(made)
+        with StepLoader(data, 0, len(data), workers=2, budget=2**20) as loader:
+            next(loader)
+            pipe.send([worker.process.pid for worker in loader.workers])
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    fork = multiprocessing.get_context("fork")
+    ours, theirs = fork.Pipe()
+    process = fork.Process(target=rank, args=(theirs,))
+    process.start()
+    workers = ours.recv()
+    process.join()
+    give_up = time.monotonic() + 30
+    try:
+        while any(os.path.exists(f"/proc/{pid}") for pid in workers):
+            assert time.monotonic() < give_up
+            time.sleep(0.1)
+    finally:
+        for pid in workers:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
 def test_a_killed_worker_is_named_on_its_rank_and_stops_the_other_one_at_the_same_step(made):
     def body(runtime):
         data = step_dataset(made, rank=runtime.rank, world=2, epochs=20)
@@ -97,8 +189,8 @@ def test_a_killed_worker_is_named_on_its_rank_and_stops_the_other_one_at_the_sam
             for step in range(len(data)):
                 batch = next(loader)
                 if step == 2 and runtime.rank == 1:
-                    (worker,) = loader._workers
-                    os.kill(worker.pid, signal.SIGKILL)
+                    (worker,) = loader.workers
+                    os.kill(worker.process.pid, signal.SIGKILL)
                 agree(step, batch, torch.ones((), dtype=torch.float64), "stop", runtime)
 
     other, dead = run_ranks(body)
@@ -110,12 +202,19 @@ def test_a_killed_worker_is_named_on_its_rank_and_stops_the_other_one_at_the_sam
 
 def test_a_worker_that_hangs_is_a_problem_and_not_a_wait_for_ever(made, monkeypatch):
     data = step_dataset(made)
-    monkeypatch.setattr("pipeline.loader.PATIENCE", 1)
-    monkeypatch.setattr("pipeline.loader.POLL", 0.5)
-    monkeypatch.setattr(data.reader, "read", lambda entry: time.sleep(60))
-    monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.1)  # s to wait for workers at the end
+    monkeypatch.setattr("pipeline.workers.PATIENCE", 1)
+    monkeypatch.setattr("pipeline.workers.LAST_WORDS", 0.1)
+    monkeypatch.setattr(data.reader, "fill", lambda entry, hidden: time.sleep(60))
     with StepLoader(data, 0, len(data), workers=1, budget=2**20) as loader:
         assert "delivered nothing for 1 s" in next(loader).problem
+
+
+def test_a_worker_with_an_error_that_nobody_foresaw_prints_it_and_is_named(made, monkeypatch, capfd):
+    data = step_dataset(made)
+    monkeypatch.setattr(data.reader, "fill", lambda entry, hidden: 1 / 0)
+    with StepLoader(data, 0, len(data), workers=1, budget=2**20) as loader:
+        assert "exit code 1) died" in next(loader).problem
+    assert "ZeroDivisionError" in capfd.readouterr().err
 
 
 def steps_of(folder, on_error, batch=4, pack=None):

@@ -4,6 +4,7 @@ import math
 import pytest
 import torch
 
+from pipeline import loss as loss_module
 from pipeline.credit import DECAY_KINDS, KINDS, STATIC_KINDS, credit_weights
 from pipeline.loss import block_loss
 from pipeline.normalisation import denominator
@@ -35,6 +36,18 @@ def test_value_and_gradient_equal_plain_autograd_whatever_the_chunk(kind, chunk_
     assert out.numerator.item() == pytest.approx(expected.item(), rel=1e-12)
     (ours,), (theirs,) = torch.autograd.grad(3.0 * out.numerator, hidden), torch.autograd.grad(3.0 * expected, hidden)
     assert (ours - theirs).abs().max() < 1e-12
+
+
+def test_what_a_gpu_compiles_computes_the_same(monkeypatch):
+    hidden, head, labels, mask = case(A=40, V=37)
+    with_in_place = block_loss(hidden, head, labels, mask, "dpace", chunk_bytes=4 * 37 * 4 * 7)
+    (expected,) = torch.autograd.grad(with_in_place.numerator, hidden)
+    monkeypatch.setattr(loss_module, "statistics_in_place", loss_module.statistics)
+    monkeypatch.setattr(loss_module, "gradient_in_place", loss_module.gradient)
+    out = block_loss(hidden, head, labels, mask, "dpace", chunk_bytes=4 * 37 * 4 * 7)
+    assert all((a - b).abs().max() < 1e-13 for a, b in zip(with_in_place[:3], out[:3]))
+    assert torch.equal(with_in_place.correct, out.correct)
+    assert (torch.autograd.grad(out.numerator, hidden)[0] - expected).abs().max() < 1e-13
 
 
 @pytest.mark.parametrize("kind", STATIC_KINDS)

@@ -1,17 +1,21 @@
 """Single samples out of shards, local and remote; damage is found and named before anything is trained on it."""
 import os
 import shutil
+import zlib
 
 import pytest
 import torch
 
 from data_prep.errors import UserError
+from data_prep.fp8 import quantise
 from data_prep.manifest import Manifest, read_index
+from data_prep.samples import read_sample
+from data_prep.shards import ShardWriter
 from pipeline.config import RunConfig
 from pipeline.dataset import open_dataset
 from pipeline.reader import DamagedSample, SampleReader
 from pipeline.sources import CachedSource, LocalFolder, RemoteFolder, open_source
-from tests.datasets import damage, make_run_folder, sample
+from tests.datasets import HIDDEN, damage, make_run_folder, sample
 from tests.server import serving
 
 
@@ -77,6 +81,56 @@ def test_a_damaged_sample_is_named_with_its_shard_and_the_remedy(folder, name, s
         ours.read(entry)
     expected = (entry.shard, f"sample {entry.key}", words, "restore the shard", "data.on_error: skip")
     assert all(word in str(caught.value) for word in expected), caught.value
+
+
+def flip(path, at):
+    with open(path, "r+b") as file:
+        file.seek(at)
+        (byte,) = file.read(1)
+        file.seek(at)
+        file.write(bytes([byte ^ 16]))
+
+
+@pytest.fixture(params=["one thread", "two threads", "Python's zlib"])
+def summed(request, monkeypatch):
+    """How the CRC-32 of the tests' small samples is taken."""
+    if request.param == "Python's zlib":
+        monkeypatch.setattr("pipeline.checksum.crc32", zlib.crc32)
+        monkeypatch.setattr("pipeline.checksum.crc32_combine", None)
+    elif request.param == "two threads":
+        pytest.importorskip("zlib_ng", reason="without zlib-ng sums are not combined: pip install zlib-ng")
+        monkeypatch.setattr("pipeline.checksum.HALVED", 64)
+        monkeypatch.setattr("pipeline.checksum.PIECE", 100)
+
+
+def test_every_damaged_byte_of_a_sample_is_found(folder, summed):
+    ours, entries = reader(folder)
+    entry = min(entries, key=lambda entry: entry.nbytes)
+    for at in range(entry.offset, entry.offset + entry.nbytes):
+        flip(folder / entry.shard, at)
+        with pytest.raises(DamagedSample):
+            ours.read(entry)
+        flip(folder / entry.shard, at)
+    assert equal(ours.read(entry), entry.key)
+
+
+@pytest.mark.parametrize("last_hidden", [False, True])
+@pytest.mark.parametrize("storage", ["bf16", "fp8"])
+def test_any_storage_reads_into_the_given_memory_what_decoding_gives(folder, tmp_path, storage, last_hidden):
+    writer = ShardWriter(tmp_path, "000000.tar")
+    for key in (30, 2, 17):  # a longer one first
+        ids, mask, hidden = sample(key)
+        states = {"hidden": hidden} if storage == "bf16" else dict(zip(("hidden", "hidden_scale"), quantise(hidden)))
+        writer.add(f"{key:06d}", {}, ids, mask, states | ({"last_hidden": hidden[:, 1].clone()} if last_hidden else {}))
+    writer.finish()
+    writer.publish()
+    ours = SampleReader(LocalFolder(tmp_path), Manifest.read(folder), writer.samples)
+    for entry in writer.samples:
+        memory = torch.full((entry.tokens + 2, 2 * HIDDEN), 7.0, dtype=torch.bfloat16)
+        ids, mask = ours.fill(entry, memory[1:-1])
+        expected = read_sample(tmp_path / entry.shard, entry.offset, entry.nbytes)
+        assert torch.equal(ids, expected["input_ids"]) and torch.equal(mask, expected["loss_mask"])
+        assert torch.equal(memory[1:-1], expected["hidden"].flatten(1)) and (memory[[0, -1]] == 7).all()
 
 
 def test_a_sample_of_other_counts_or_shapes_than_index_and_manifest_say_is_damaged(folder):
