@@ -7,7 +7,7 @@ ids, is asked through its own /generate.
 import json
 import os
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any
@@ -41,23 +41,25 @@ class Unavailable(Exception):
 
 @dataclass(frozen=True)
 class Settings:
-    """What every request asks for. `sampling` None is greedy."""
+    """What every request asks for. `sampling` None is greedy; `ignore_eos`: go on past the model's own stop tokens."""
 
     max_new_tokens: int
     stop_ids: list[int]
     sampling: Sampling | None
+    ignore_eos: bool = False
 
 
 @dataclass(frozen=True)
 class Reply:
     """An answer: its ids up to and including the first stop token; None where the server gave `text` only, which has no
-    stop token; `stop` then names it if the server did.
+    stop token; `stop` then names it if the server did. `meta` is what SGLang says beside it.
     """
 
     ids: list[int] | None
     text: str
     stopped: bool
     stop: int | None
+    meta: dict[str, Any] = field(default_factory=dict)
 
 
 class Server:
@@ -118,7 +120,8 @@ class Server:
                 f"{self.url} answered the prompt ids {str(used)[:80]} instead of {str(prompt)[:80]}: it changes "
                 "prompts; serve the target with an engine that takes token ids as they are."
             )
-        return self._reply(*found)
+        reply = self._reply(*found)
+        return replace(reply, meta=answer["meta_info"]) if self.is_sglang else reply
 
     def _reply(self, ids: Any, text: Any, finish: Any, stop: Any) -> Reply:
         """Checks the parts of an answer; whatever engine it is, the first stop token ends it."""
@@ -158,7 +161,7 @@ class Server:
             "frequency_penalty": 0.0,
             "min_p": 0.0,
         }
-        return body | self._sampling() | ({"seed": seed} if self.settings.sampling else {})
+        return body | self._sampling() | self._eos() | ({"seed": seed} if self.settings.sampling else {})
 
     def _sglang_body(self, prompt: list[int], seed: int) -> dict[str, Any]:
         settings = {
@@ -170,8 +173,11 @@ class Server:
             "frequency_penalty": 0.0,
             "min_p": 0.0,
         }
-        settings |= self._sampling() | ({"sampling_seed": seed} if self.settings.sampling else {})
+        settings |= self._sampling() | self._eos() | ({"sampling_seed": seed} if self.settings.sampling else {})
         return {"input_ids": prompt, "sampling_params": settings}
+
+    def _eos(self) -> dict[str, Any]:
+        return {"ignore_eos": True} if self.settings.ignore_eos else {}
 
     def _sampling(self) -> dict[str, Any]:
         sampling = self.settings.sampling

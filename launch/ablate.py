@@ -28,9 +28,11 @@ from data_prep.manifest import flatten
 from pipeline import ablation, ablation_plots, runtime
 from pipeline.comparison import value
 from pipeline.config import FREE_ON_RESUME
-from pipeline.evaluation import Evaluation, EvaluationTarget, Settings
+from pipeline.evaluation import Evaluation
+from pipeline.evaluation_target import EvaluationTarget, Settings
 from pipeline.export import export
 from pipeline.grid import Cell, Grid, cells_of, read_grid
+from pipeline.methods import Loop, Walk
 from pipeline.plots import plot_acceptance
 from pipeline.prompts import Conversation, read_conversations
 from pipeline.results import ResultLog
@@ -55,13 +57,26 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--grid", type=Path, required=True, help="grid file; the ready ones are in launch/grids/")
     parser.add_argument("--out", type=Path, required=True, help="folder of all cells and of the collected results")
-    parser.add_argument("--prompts", type=Path, action="append", metavar="F.jsonl", help="test prompts, instead of the "
-                        "grid's; may be repeated")
-    parser.add_argument("--limit", type=int, metavar="N", help="the first N conversations of every file, instead of the grid's")
-    parser.add_argument("--max-new-tokens", type=int, metavar="N", help="length limit of a response, instead of the grid's")
+    parser.add_argument(
+        "--prompts",
+        type=Path,
+        action="append",
+        metavar="F.jsonl",
+        help="test prompts, instead of the grid's; may be repeated",
+    )
+    parser.add_argument(
+        "--limit", type=int, metavar="N", help="the first N conversations of every file, instead of the grid's"
+    )
+    parser.add_argument(
+        "--max-new-tokens", type=int, metavar="N", help="length limit of a response, instead of the grid's"
+    )
     parser.add_argument("--seeds", type=_numbers, metavar="N,N", help="instead of the grid's")
-    parser.add_argument("--cells", type=_names, metavar="NAME,NAME", help="these cells only; the first is the reference")
-    parser.add_argument("--ds_config", default=str(ROOT / "ds_configs/zero3.json"), help="DeepSpeed JSON (default ZeRO-3)")
+    parser.add_argument(
+        "--cells", type=_names, metavar="NAME,NAME", help="these cells only; the first is the reference"
+    )
+    parser.add_argument(
+        "--ds_config", default=str(ROOT / "ds_configs/zero3.json"), help="DeepSpeed JSON (default ZeRO-3)"
+    )
     parser.add_argument("--num-tasks", type=int, default=1, metavar="N", help="tasks that share the cells (default 1)")
     parser.add_argument("--task", type=int, metavar="I", help="which of them this one is, from 0; it collects nothing")
     parser.add_argument("--collect", action="store_true", help="run nothing: the table of the cells that are finished")
@@ -79,7 +94,9 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 def chosen_grid(args: argparse.Namespace) -> Grid:
     """The grid of the file with what the command line puts in its place."""
     grid = read_grid(args.grid)
-    given = {name: getattr(args, name) for name in ("prompts", "limit", "max_new_tokens") if getattr(args, name) is not None}
+    given = {
+        name: getattr(args, name) for name in ("prompts", "limit", "max_new_tokens") if getattr(args, name) is not None
+    }
     grid = grid.model_copy(update={"evaluate": grid.evaluate.model_copy(update=given)})
     if args.seeds:
         grid = grid.model_copy(update={"seeds": args.seeds})
@@ -98,8 +115,13 @@ class Runner:
     def __init__(self, grid: Grid, ds_config: str):
         self.grid, self.ds_config = grid, ds_config
         section = grid.evaluate
-        self.settings = Settings(section.max_new_tokens, dtype=section.dtype, template_args=section.template_args,
-                                 ignore_eos=section.ignore_eos, walk=section.walk)
+        self.settings = Settings(
+            section.max_new_tokens,
+            dtype=section.dtype,
+            template_args=section.template_args,
+            ignore_eos=section.ignore_eos,
+            method="walk" if section.walk else "loop",
+        )
         self.conversations: list[Conversation] = read_conversations(section.prompts, section.limit)
         self.target: EvaluationTarget | None = None
 
@@ -111,9 +133,13 @@ class Runner:
         if not path.is_file():
             return False
         report = json.loads(path.read_text())
-        wanted = {"prompts_sha256": Evaluation.prompts_sha256(self.conversations), "template.args": self.settings.template_args,
-                  "settings.max_new_tokens": self.settings.max_new_tokens, "settings.ignore_eos": self.settings.ignore_eos,
-                  "settings.method": self.settings.method}
+        wanted = {
+            "prompts_sha256": Evaluation.prompts_sha256(self.conversations),
+            "template.args": self.settings.template_args,
+            "settings.max_new_tokens": self.settings.max_new_tokens,
+            "settings.ignore_eos": self.settings.ignore_eos,
+            "settings.method": self.settings.method,
+        }
         wanted |= {"settings.dtype": self.settings.dtype} if self.settings.dtype else {}
         return all(value(report, name) == want for name, want in wanted.items())
 
@@ -124,7 +150,9 @@ class Runner:
             export(cell.folder / "checkpoints", drafter)
         if self.target is None:
             self.target = EvaluationTarget(cell.run.target_path, self.settings)
-        evaluation = Evaluation(self.target, self.settings, {"drafter": drafter}, self.conversations)
+        folders = {"drafter": drafter}
+        method = (Walk if self.grid.evaluate.walk else Loop)(self.target, self.settings, folders)
+        evaluation = Evaluation(self.target, self.settings, folders, method, self.conversations)
         out = cell.folder / "report"
         out.mkdir(exist_ok=True)
         log = ResultLog(out, evaluation.configuration)
@@ -142,10 +170,24 @@ class Runner:
             with socket.socket() as probe:
                 probe.bind(("127.0.0.1", 0))
                 port = str(probe.getsockname()[1])
-            start = [str(Path(sys.executable).with_name("deepspeed")), "--num_accelerators", str(self.grid.ranks),
-                     "--master_port", port]
-        command = [*start, str(ROOT / "launch/train.py"), "--ds_config", self.ds_config, "--run", str(self.grid.run),
-                   "--resume", "auto", *cell.overrides]
+            start = [
+                str(Path(sys.executable).with_name("deepspeed")),
+                "--num_accelerators",
+                str(self.grid.ranks),
+                "--master_port",
+                port,
+            ]
+        command = [
+            *start,
+            str(ROOT / "launch/train.py"),
+            "--ds_config",
+            self.ds_config,
+            "--run",
+            str(self.grid.run),
+            "--resume",
+            "auto",
+            *cell.overrides,
+        ]
         log = cell.folder / "train.log"
         print(f"{cell}: training, see {log}", flush=True)
         with log.open("a") as output:
@@ -171,11 +213,16 @@ def check_training(cell: Cell) -> None:
     if not path.is_file():
         return
     trained, wanted = flatten(json.loads(path.read_text())["run"]), flatten(cell.run.model_dump(mode="json"))
-    changed = [f"{key} was {trained.get(key)}, is {new}" for key, new in wanted.items()
-               if (key not in FREE_ON_RESUME or key.startswith("drafter.init")) and trained.get(key) != new]
+    changed = [
+        f"{key} was {trained.get(key)}, is {new}"
+        for key, new in wanted.items()
+        if (key not in FREE_ON_RESUME or key.startswith("drafter.init")) and trained.get(key) != new
+    ]
     if changed:
-        raise UserError(f"{cell}: {cell.folder} was trained with another configuration ({'; '.join(changed)}); move it away, or "
-                        "choose another --out")
+        raise UserError(
+            f"{cell}: {cell.folder} was trained with another configuration ({'; '.join(changed)}); move it away, or "
+            "choose another --out"
+        )
 
 
 def collect(grid: Grid, cells: list[Cell], out: Path) -> None:
@@ -197,7 +244,7 @@ def ablate(args: argparse.Namespace) -> int:
     cells = cells_of(grid, args.out, args.overrides)
     runner = Runner(grid, args.ds_config)
     done = [cell for cell in cells if runner.finished(cell)]
-    mine = [] if args.collect else cells if args.task is None else cells[args.task::args.num_tasks]
+    mine = [] if args.collect else cells if args.task is None else cells[args.task :: args.num_tasks]
     missing = [cell for cell in mine if cell not in done]
     print(f"{len(cells)} cells, {len(done)} finished; {len(missing)} to run here", flush=True)
     failures = []
@@ -212,7 +259,9 @@ def ablate(args: argparse.Namespace) -> int:
         args.out.mkdir(parents=True, exist_ok=True)
         collect(grid, [cell for cell in cells if cell in done], args.out)
     if failures:
-        raise UserError(f"{len(failures)} of {len(missing)} cells failed; run the same command again when the cause is gone")
+        raise UserError(
+            f"{len(failures)} of {len(missing)} cells failed; run the same command again when the cause is gone"
+        )
     return 0
 
 

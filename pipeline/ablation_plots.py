@@ -1,4 +1,5 @@
-"""PNG pictures of an ablation: taus with intervals, tau over the steps, and the paper's weight per slot over training."""
+"""PNG pictures of an ablation: taus with intervals, tau over the steps, and the paper's weight per slot over
+training."""
 
 from __future__ import annotations
 
@@ -16,8 +17,11 @@ def plot_taus(results: dict, path: Path) -> None:
         axis.plot([seed["tau"] for seed in cell["seeds"].values()], [place] * len(cell["seeds"]), "|", color="black")
         axis.plot(cell["tau"], place, marker="o", color=TRAINED)
     axis.axvline(cells[results["reference"]]["tau"], color=TRAINED, linewidth=0.8, linestyle=":")
-    axis.set(yticks=range(len(cells)), yticklabels=list(cells),
-             xlabel="tau; bar: 95 % over prompts, seeds averaged; strokes: each seed")
+    axis.set(
+        yticks=range(len(cells)),
+        yticklabels=list(cells),
+        xlabel="tau; bar: 95 % over prompts, seeds averaged; strokes: each seed",
+    )
     axis.invert_yaxis()
     axis.grid(alpha=0.3, axis="x")
     _save(figure, path)
@@ -41,14 +45,22 @@ def plot_weights(results: dict, path: Path) -> None:
     """Share of the weight that each slot gets, one panel a cell, one line a stage of the training."""
     cells, columns = results["cells"], min(4, len(results["cells"]))
     rows = -(-len(cells) // columns)
-    figure, axes = pyplot.subplots(rows, columns, figsize=(3.2 * columns, 2.6 * rows), squeeze=False, layout="constrained")
-    for axis in axes.flat[len(cells):]:
+    figure, axes = pyplot.subplots(
+        rows, columns, figsize=(3.2 * columns, 2.6 * rows), squeeze=False, layout="constrained"
+    )
+    for axis in axes.flat[len(cells) :]:
         axis.remove()
     for axis, (name, cell) in zip(axes.flat, cells.items()):
         stages = [(stage, shares) for stage, shares in cell["weight_share"].items() if shares]
         for number, (stage, shares) in enumerate(stages):
-            axis.plot(range(1, len(shares) + 1), shares, marker="o", markersize=3, label=stage,
-                      color=pyplot.get_cmap("viridis")(number / max(1, len(stages) - 1)))
+            axis.plot(
+                range(1, len(shares) + 1),
+                shares,
+                marker="o",
+                markersize=3,
+                label=stage,
+                color=pyplot.get_cmap("viridis")(number / max(1, len(stages) - 1)),
+            )
         axis.set(title=name, ylim=(0, None), xlabel="slot")
         axis.xaxis.get_major_locator().set_params(integer=True)
         axis.grid(alpha=0.3)

@@ -84,8 +84,8 @@ def _mean_of_seeds(draws_RP: np.ndarray, runs: SeededRuns) -> np.ndarray:
 
 
 def seeds_interval(runs: SeededRuns) -> tuple[float, Interval]:
-    """Pooled tau averaged over seeds, and its interval over prompts: the seeds are those that were run, only prompts are
-    drawn."""
+    """Pooled tau averaged over seeds, and its interval over prompts: the seeds are those that were run, only prompts
+    are drawn."""
     prompts = len(runs[0])
     return float(_mean_of_seeds(np.ones((1, prompts)), runs)[0]), _percentiles(_mean_of_seeds(_draws(prompts), runs))
 

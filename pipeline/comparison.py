@@ -10,7 +10,7 @@ from pipeline.bootstrap import tau_difference
 
 # What has to be the same for a prompt-by-prompt difference to mean anything.
 SAME = ("prompt_token_ids", "target.weights_sha256", "template", "settings.max_new_tokens", "settings.temperature",
-        "settings.stop_token_ids", "settings.dtype", "settings.method")
+        "settings.stop_token_ids", "settings.dtype")
 
 
 def read_report(path: Path) -> dict:
@@ -32,13 +32,14 @@ def value(report: dict, name: str):
 
 
 def compare(paths: list[Path]) -> list[dict]:
-    """One row per report: name, tau with its interval, difference to the first with its interval, speed-up."""
+    """One row per report: name, tau with its interval, difference to the first with its interval, speed-up, whether the
+    output is the first one's, steps and how many of them accepted each slot."""
     reports = [read_report(path) for path in paths]
     for path, report in zip(paths[1:], reports[1:]):
         other = [name for name in SAME if value(report, name) != value(reports[0], name)]
         if other:
-            raise UserError(f"{path} and {paths[0]} differ in {', '.join(other)}; compare evaluations of the same prompts"
-                            " by the same target")
+            raise UserError(f"{path} and {paths[0]} differ in {', '.join(other)}; compare evaluations of the same"
+                            " prompts by the same target")
     accepted = [[[n - 1 for n in run] for run in report["emitted_per_step"]] for report in reports]
     rows = []
     for path, report, own in zip(paths, reports, accepted):
@@ -46,14 +47,17 @@ def compare(paths: list[Path]) -> list[dict]:
         rows.append({"name": str(path.parent if path.name == "report.json" else path), "tau": report["tau"],
                      "interval": report["tau_interval"], "difference": paired and paired[0],
                      "difference_interval": paired and paired[1], "speedup": report["speedup"],
-                     "lossless": report["lossless"]})
+                     "lossless": report["lossless"], "same_output": report["output_ids"] == reports[0]["output_ids"],
+                     "accepted_per_slot_counts": report["accepted_per_slot_counts"],
+                     "steps": report["verification_steps"]})
     return rows
 
 
 def format_rows(rows: list[dict]) -> str:
     """The table of `compare`."""
     width = max(len(row["name"]) for row in rows)
-    lines = [f"{'':<{width}}    tau        95 %   difference           95 %   speed-up"]
+    lines = [f"{'':<{width}}    tau        95 %   difference           95 %   speed-up  output"
+             "  steps: accepted slot 1, 2, ..."]
     for row in rows:
         ends = "-" if row["interval"] is None else "{:.2f}..{:.2f}".format(*row["interval"])
         tau = "-" if row["tau"] is None else f"{row['tau']:.3f}"
@@ -64,5 +68,8 @@ def format_rows(rows: list[dict]) -> str:
             difference, around = f"{row['difference']:+.3f}", f"{low:+.3f}..{high:+.3f}"
             star = " *" if low > 0 or high < 0 else ""
         speed = "-" if row["speedup"] is None else f"{row['speedup']:.2f}x"
-        lines.append(f"{row['name']:<{width}}  {tau:>5}  {ends:>10}  {difference:>11}  {around:>13}  {speed:>9}{star}")
+        output = "same" if row["same_output"] else "other"
+        counts = f"{row['steps']}: {' '.join(map(str, row['accepted_per_slot_counts']))}"
+        lines.append(f"{row['name']:<{width}}  {tau:>5}  {ends:>10}  {difference:>11}  {around:>13}  {speed:>9}  "
+                     f"{output:>6}  {counts}{star}")
     return "\n".join(lines)

@@ -58,7 +58,8 @@ class DrafterSection(_Section):
 
 class LossSection(_Section):
     credit: Literal["uniform", "decay", "dpace", "dpace_cumulative", "dpace_continuation", "accepted_prefix",
-                    "reanchored_decay"] = Field("dpace", description="weight of each slot in the loss (pipeline/credit.py)")
+                    "reanchored_decay"] = Field(
+        "dpace", description="weight of each slot in the loss (pipeline/credit.py)")
     alpha: float = Field(0.5, gt=0, le=1, description="smoothing of D-PACE's weights, in (0, 1]; 0.3 to 0.7 is stable")
     gamma: float | None = Field(None, gt=0, description="decay constant; default DFlash's for block 16, 10 and 8")
     normalisation: Literal["global", "reference"] = Field(

@@ -23,9 +23,9 @@ DECAY_GAMMA = {16: 7.0, 10: 5.0, 8: 4.0}
 class Block:
     """What a credit may look at, without gradient; the tensors are [..., J], slots 1..K-1 of every block.
 
-    alive: 1.0 up to the block's first unsupervised slot, 0.0 there and behind it; nll: -log q_j; correct: True where the
-    drafter's argmax is the label, None where the caller did not say; alpha: smoothing in (0, 1]; gamma: decay constant,
-    None for DFlash's.
+    alive: 1.0 up to the block's first unsupervised slot, 0.0 there and behind it; nll: -log q_j; correct: True where
+    the drafter's argmax is the label, None where the caller did not say; alpha: smoothing in (0, 1]; gamma: decay
+    constant, None for DFlash's.
     """
 
     alive: Tensor
@@ -38,8 +38,8 @@ class Block:
     def smooth(self) -> Tensor:
         """(1 - alpha) q_j + alpha, 0 behind the block's end. ValueError for an alpha that collapses."""
         if not 0.0 < self.alpha <= 1.0:
-            raise ValueError(f"alpha {self.alpha} is outside (0, 1]: at 0 one hopeless slot silences the whole block and "
-                             "training collapses; 0.3 to 0.7 is stable, 0.5 the default")
+            raise ValueError(f"alpha {self.alpha} is outside (0, 1]: at 0 one hopeless slot silences the whole block "
+                             "and training collapses; 0.3 to 0.7 is stable, 0.5 the default")
         return self.alive * ((1.0 - self.alpha) * torch.exp(-self.nll) + self.alpha)
 
     @property
@@ -72,8 +72,8 @@ def dpace_cumulative(block: Block) -> Tensor:
 
 
 def dpace_continuation(block: Block) -> Tensor:
-    """Its second factor alone: f_j = 1 + q~_{j+1} * f_{j+1}, from the last slot backwards; unlike a quotient of products it
-    never underflows, whatever alpha and block size."""
+    """Its second factor alone: f_j = 1 + q~_{j+1} * f_{j+1}, from the last slot backwards; unlike a quotient of
+    products it never underflows, whatever alpha and block size."""
     smooth = block.smooth
     values = [torch.ones_like(smooth[..., 0])]
     for j in range(smooth.shape[-1] - 1, 0, -1):
@@ -84,8 +84,9 @@ def dpace_continuation(block: Block) -> Tensor:
 def accepted_prefix(block: Block) -> Tensor:
     """1 up to and including the first slot whose argmax is wrong, 0 behind it: only what greedy serving would look at.
 
-    A block has as many terms as the drafter gets right, and one more, so a better drafter is asked for more. Divided by the
-    valid anchors a term counts the same at any time; by the weights' sum it would count less the better the drafter.
+    A block has as many terms as the drafter gets right, and one more, so a better drafter is asked for more. Divided by
+    the valid anchors a term counts the same at any time; by the weights' sum it would count less the better the
+    drafter.
     """
     rejections = block.rejections
     return block.alive * (rejections - (~block.correct).to(rejections.dtype) == 0)

@@ -8,8 +8,8 @@
     seeds: [0, 1]
     evaluate: {prompts: [heldout.jsonl]}
 
-Cells of one seed start from the same weights and see the same samples, anchors and learning rates, since all of these are
-functions of the seed: what differs between them is the cell's own keys.
+Cells of one seed start from the same weights and see the same samples, anchors and learning rates, since all of these
+are functions of the seed: what differs between them is the cell's own keys.
 """
 
 from __future__ import annotations
@@ -43,8 +43,9 @@ class EvaluateSection(_Section):
 class Grid(_Section):
     run: Path = Field(description="run file that every cell starts from")
     overrides: dict[str, Any] = Field(default={}, description="section.key: value, for all cells")
-    cells: dict[str, dict[str, Any]] = Field(min_length=1, description="name: {section.key: value}; the first is the "
-                                                                       "reference of all differences")
+    cells: dict[str, dict[str, Any]] = Field(
+        min_length=1, description="name: {section.key: value}; the first is the reference of all differences"
+    )
     seeds: list[int] = Field(default=[0], min_length=1, description="every cell is run with each of them")
     ranks: int = Field(1, ge=1, description="processes that train a cell")
     evaluate: EvaluateSection = EvaluateSection()
@@ -80,7 +81,9 @@ def read_grid(path: Path) -> Grid:
     except yaml.YAMLError as error:
         raise UserError(f"grid file {path} is not valid YAML: {error}") from error
     except ValidationError as error:
-        lines = [f"{'.'.join(map(str, e['loc'])) or 'grid'}: {e['msg']} (got {e['input']!r})"[:400] for e in error.errors()]
+        lines = [
+            f"{'.'.join(map(str, e['loc'])) or 'grid'}: {e['msg']} (got {e['input']!r})"[:400] for e in error.errors()
+        ]
         raise UserError(f"{path}: {'; '.join(lines)}; the keys are explained in pipeline/grid.py") from error
 
 
@@ -88,13 +91,19 @@ def cells_of(grid: Grid, out: Path, overrides: list[str]) -> list[Cell]:
     """All cells, seed by seed within a name; `overrides` (section.key=value) of the command line count for all. Every
     cell's configuration is checked here, before the first one is run."""
     cells = []
+    said = {override.partition("=")[0] for override in overrides}
     for name, changes in grid.cells.items():
+        if fixed := {"out", "seed"} & (said | set(grid.overrides) | set(changes)):
+            raise UserError(
+                f"{', '.join(sorted(fixed))} cannot be set for a cell: --out and the cell's name make its folder, the grid's"
+                " `seeds` or --seeds its seed"
+            )
+        if lost := [key for key in changes if key in said]:
+            raise UserError(f"{', '.join(lost)} is what cell {name} differs in; leave it out of the command line")
         for seed in grid.seeds:
             folder = out / name / f"seed{seed}"
             given = [f"{key}={json.dumps(value)}" for key, value in (grid.overrides | changes).items()]
             given += [*overrides, f"seed={seed}", f"out={json.dumps(str(folder))}"]
-            if lost := [key for key in changes if key in {o.partition("=")[0] for o in overrides}]:
-                raise UserError(f"{', '.join(lost)} is what cell {name} differs in; leave it out of the command line")
             try:
                 cells.append(Cell(name, seed, folder, given, load_run(grid.run, given)))
             except UserError as error:

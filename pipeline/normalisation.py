@@ -1,11 +1,11 @@
 """What the loss is divided by: known from the masks alone, so it is summed over micro-batches and ranks before the
 first backward pass of an optimizer step (spec 3).
 
-`global`: credits that depend on the drafter (all D-PACE kinds, `accepted_prefix`, `reanchored_decay`) divide by the valid
-anchors, `decay` and `uniform` by the sum of their weights. Dividing the former by their weights' sum would cancel the
-credit: a block that earns more weight would get less per slot; it is not known before the forward pass either. Dividing by
-the local batch size makes the gradient depend on how samples fall on ranks. `reference`: the published code's rule (the
-number of sequences), for parity tests only.
+`global`: credits that depend on the drafter (all D-PACE kinds, `accepted_prefix`, `reanchored_decay`) divide by the
+valid anchors, `decay` and `uniform` by the sum of their weights. Dividing the former by their weights' sum would cancel
+the credit: a block that earns more weight would get less per slot; it is not known before the forward pass either.
+Dividing by the local batch size makes the gradient depend on how samples fall on ranks. `reference`: the published
+code's rule (the number of sequences), for parity tests only.
 """
 import torch
 from torch import Tensor

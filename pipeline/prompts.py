@@ -40,8 +40,10 @@ def benchmark_files(names: list[str], folder: Path) -> list[Path]:
     """DIR/NAME.jsonl of every name. UserError for a benchmark that is not there, with those that are."""
     there = sorted(path.stem for path in folder.glob("*.jsonl"))
     if missing := [name for name in names if name not in there]:
-        raise UserError(f"{folder} has no {', '.join(f'{name}.jsonl' for name in missing)} (it has "
-                        f"{', '.join(there) or 'no *.jsonl'}); put the benchmarks' prompts there, one conversation a line")
+        raise UserError(
+            f"{folder} has no {', '.join(f'{name}.jsonl' for name in missing)} (it has "
+            f"{', '.join(there) or 'no *.jsonl'}); put the benchmarks' prompts there, one conversation a line"
+        )
     return [folder / f"{name}.jsonl" for name in names]
 
 

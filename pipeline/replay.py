@@ -26,8 +26,8 @@ CHUNK_BYTES = 256 * 1024**2
 
 @dataclass(frozen=True)
 class Text:
-    """A prompt with the target's greedy response. ids: both, and as many further tokens as the last block may be compared
-    with; states: layer id -> raw outputs [S, D] of that layer over prompt and response."""
+    """A prompt with the target's greedy response. ids: both, and as many further tokens as the last block may be
+    compared with; states: layer id -> raw outputs [S, D] of that layer over prompt and response."""
 
     prompt: int  # tokens
     output_ids: list[int]
@@ -40,7 +40,8 @@ class Text:
 
 
 class Responder:
-    """Greedy texts of one target. What it has generated is remembered, since every drafter is judged on the same text."""
+    """Greedy texts of one target. What it has generated is remembered, since every drafter is judged on the same
+    text."""
 
     def __init__(self, target: nn.Module, max_new_tokens: int, stop_token_ids: Collection[int]):
         self.target, self.max_new_tokens, self.stop_token_ids = target, max_new_tokens, stop_token_ids
@@ -48,17 +49,25 @@ class Responder:
 
     @torch.inference_mode()
     def texts(self, prompts: Sequence[Sequence[int]], layer_ids: Sequence[int], block_size: int) -> list[Text]:
-        """The texts of a batch of prompts, with the raw outputs of `layer_ids` over prompt and response, for blocks of up to
-        `block_size` slots."""
+        """The texts of a batch of prompts, with the raw outputs of `layer_ids` over prompt and response, for blocks of
+        up to `block_size` slots."""
         behind = self._behind([tuple(prompt) for prompt in prompts], self.max_new_tokens + block_size - 1)
-        outputs = [_cut(text[:self.max_new_tokens], self.stop_token_ids) for text in behind]
+        outputs = [_cut(text[: self.max_new_tokens], self.stop_token_ids) for text in behind]
         whole = [torch.tensor([*prompt, *text]) for prompt, text in zip(prompts, behind)]
         ids_BS = nn.utils.rnn.pad_sequence(whole, batch_first=True).to(self.target.device)
         with TappedLayers(self.target, layer_ids) as taps:
-            self.target.get_decoder()(input_ids=ids_BS, use_cache=False)  # causal: padding behind a row changes nothing in it
-        return [Text(len(prompt), output, ids.to(self.target.device),
-                     {i: states_BSD[row, :len(prompt) + len(output)] for i, states_BSD in taps.outputs.items()})
-                for row, (prompt, output, ids) in enumerate(zip(prompts, outputs, whole))]
+            self.target.get_decoder()(
+                input_ids=ids_BS, use_cache=False
+            )  # causal: padding behind a row changes nothing in it
+        return [
+            Text(
+                len(prompt),
+                output,
+                ids.to(self.target.device),
+                {i: states_BSD[row, : len(prompt) + len(output)] for i, states_BSD in taps.outputs.items()},
+            )
+            for row, (prompt, output, ids) in enumerate(zip(prompts, outputs, whole))
+        ]
 
     def _behind(self, prompts: list[tuple[int, ...]], length: int) -> list[list[int]]:
         """`length` greedy tokens behind every prompt: verification looks up to K - 1 tokens past the response's end, be
@@ -86,7 +95,9 @@ def replay(target: nn.Module, drafter: nn.Module, text: Text) -> Generation:
     return Generation(text.output_ids, steps)
 
 
-def _accepted(target: nn.Module, drafter: nn.Module, ids_S: Tensor, features_1SE: Tensor, anchors_N: Tensor) -> list[int]:
+def _accepted(
+    target: nn.Module, drafter: nn.Module, ids_S: Tensor, features_1SE: Tensor, anchors_N: Tensor
+) -> list[int]:
     """How many drafted tokens of the block at each anchor equal the text."""
     K = drafter.config.block_size
     block_ids_1T = block_input_ids(ids_S[None], anchors_N[None], K, drafter.config.mask_token_id)
@@ -100,4 +111,4 @@ def _accepted(target: nn.Module, drafter: nn.Module, ids_S: Tensor, features_1SE
 
 def _cut(tokens: list[int], stop_token_ids: Collection[int]) -> list[int]:
     end = next((i for i, token in enumerate(tokens) if token in stop_token_ids), len(tokens))
-    return tokens[:end + 1]
+    return tokens[: end + 1]

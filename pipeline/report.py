@@ -18,12 +18,13 @@ NOTES = {
     " step too when a stop token or the length limit cut its tokens off the output; the first token of an output"
     " comes from the prompt's forward pass and belongs to no step",
     "output_ids": "response ids of the drafted runs, one list per prompt, prompt excluded",
-    "lossless": "drafted output ids equal the target's plain greedy ids on every prompt; null when sampled, and by the method"
-    " `walk`, which reads the steps off the target's own text",
-    "largest_logit_gap": "by how much the target, run once more over its own drafted output, would prefer another token at"
-    " most; null in float32, where outputs are compared token by token",
+    "lossless": "drafted output ids equal the target's plain greedy ids on every prompt; null when sampled, by the"
+    " method `walk`, which reads the steps off the target's own text, and for a server",
+    "largest_logit_gap": "by how much the target, run once more over its own drafted output, would prefer another"
+    " token at most; null in float32, where outputs are compared token by token",
     "tokens_per_second": "output tokens after the first over seconds after the prompt's forward pass; `plain` is the"
-    " same loop with block size 1, `generate` is transformers' own on the first prompts; null by the method `walk`",
+    " same loop with block size 1, `generate` is transformers' own on the first prompts; null by the method `walk`;"
+    " of a server's whole request",
     "speedup": "drafted over plain; speedup_over_generate: drafted over `generate`, both on its prompts",
     "training_template": "chat template of the drafter's training data, null where nothing says",
     "accepted_per_slot": "share of steps that accepted slot 1, 2, ...; the conditional share is among the steps that"

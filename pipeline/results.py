@@ -1,8 +1,8 @@
 """The log of an evaluation's finished prompts, so that a killed run carries on where it stopped.
 
-A line of it is one prompt, with the key (hash) of the configuration that made it: weights, prompts, settings. A run reads
-back only the lines of its own key. Another configuration's lines stay in the file and are never mixed in; what differs
-from the latest of them is told.
+A line of it is one prompt, with the key (hash) of the configuration that made it: weights, prompts, settings. A run
+reads back only the lines of its own key. Another configuration's lines stay in the file and are never mixed in; what
+differs from the latest of them is told.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from data_prep.files import canonical_json, sha256_hex
 class ResultLog:
     """Records by (prompt, turn) of one configuration; `append` is durable when it returns.
 
-    All results*.jsonl of the folder are read. Task I of several appends to a file of its own, results-I.jsonl, so that they
-    may run at the same time.
+    All results*.jsonl of the folder are read. Task I of several appends to a file of its own, results-I.jsonl, so that
+    they may run at the same time.
     """
 
     def __init__(self, folder: Path, configuration: dict, task: int | None = None):

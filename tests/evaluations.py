@@ -1,4 +1,5 @@
 """What tests of the evaluation share: launch scripts as modules, the golden pair, and reports without their times."""
+
 import importlib.util
 import json
 import sys
@@ -30,8 +31,22 @@ def golden_prompts(path: Path, count: int = 6) -> Path:
 
 
 def arguments(prompts, out, *more, target=GOLDEN / "target", drafter=GOLDEN / "drafter") -> list[str]:
-    return [str(a) for a in ("--target", target, "--drafter", drafter, "--prompts", prompts, "--out", out,
-                             "--dtype", "float32", *more)]
+    return [
+        str(a)
+        for a in (
+            "--target",
+            target,
+            "--drafter",
+            drafter,
+            "--prompts",
+            prompts,
+            "--out",
+            out,
+            "--dtype",
+            "float32",
+            *more,
+        )
+    ]
 
 
 def report_of(out: Path) -> dict:

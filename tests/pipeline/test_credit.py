@@ -1,4 +1,5 @@
 """The credits that ask which slots are right, against a slot-by-slot oracle, and what they are divided by."""
+
 import itertools
 import math
 

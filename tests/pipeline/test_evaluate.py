@@ -16,7 +16,8 @@ from pipeline.drafter import DFlashDrafter
 from pipeline.drafter_config import DrafterConfig
 from pipeline.plots import plot_acceptance, plot_training
 from pipeline.report import NOTES
-from tests.evaluations import CASES, GOLDEN, ROOT, arguments, golden_prompts, report_of, script, without_times, write_lines
+from tests.evaluations import (
+    CASES, GOLDEN, ROOT, arguments, golden_prompts, report_of, script, without_times, write_lines)
 
 SCRIPT = ROOT / "launch" / "evaluate.py"
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}

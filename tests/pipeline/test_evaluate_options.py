@@ -1,4 +1,5 @@
 """What one evaluation can cover: benchmarks by name, several temperatures, several processes, steps without times."""
+
 import json
 
 import pytest
@@ -26,8 +27,9 @@ def chat_pair(tmp_path_factory):
     """A tiny random target with a chat template, a random drafter, and the export's record of its training template."""
     folder = tmp_path_factory.mktemp("chat")
     target, drafter = make_tiny_target(folder / "target"), folder / "drafter"
-    config = DrafterConfig.for_target(read_config(target), num_layers=1, block_size=4, mask_token_id=297,
-                                      target_layer_ids=[1, 3], vocab_size=300)
+    config = DrafterConfig.for_target(
+        read_config(target), num_layers=1, block_size=4, mask_token_id=297, target_layer_ids=[1, 3], vocab_size=300
+    )
     DFlashDrafter(config).initialise(seed=0).save_pretrained(drafter)
     template = {"sha256": template_sha256(load_tokenizer(target)), "args": {}}
     (drafter / "training.json").write_text(json.dumps({"template": template}))
@@ -42,10 +44,20 @@ def test_the_walk_reports_what_the_loop_reports_without_times(evaluate, tmp_path
         reports[method] = report_of(tmp_path / method)
     walk, loop = reports["walk"], reports["loop"]
     for block, other in ((walk, loop), (walk["baseline"], loop["baseline"])):
-        for name in ("emitted_per_step", "output_ids", "tau", "tau_interval", "accepted_histogram", "accepted_per_slot"):
+        for name in (
+            "emitted_per_step",
+            "output_ids",
+            "tau",
+            "tau_interval",
+            "accepted_histogram",
+            "accepted_per_slot",
+        ):
             assert block[name] == other[name]
         assert block["lossless"] is None and block["speedup"] is None and other["speedup_over_generate"] > 0
-    assert walk["settings"]["method"] == "walk" and "the steps were read off it" in (tmp_path / "walk/report.md").read_text()
+    assert (
+        walk["settings"]["method"] == "walk"
+        and "the steps were read off it" in (tmp_path / "walk/report.md").read_text()
+    )
 
 
 def test_benchmarks_are_named_limited_and_reported_one_by_one_and_together(evaluate, chat_pair, tmp_path, capsys):
@@ -54,8 +66,23 @@ def test_benchmarks_are_named_limited_and_reported_one_by_one_and_together(evalu
     bench.mkdir()
     write_lines(bench / "gsm8k.jsonl", [{"turns": [f"Add {i}."]} for i in range(5)])
     write_lines(bench / "mt-bench.jsonl", [{"turns": [f"Tell {i}.", "More."]} for i in range(5)])
-    argv = ["--target", str(target), "--drafter", str(drafter), "--benchmarks", str(bench), "--benchmark", "gsm8k", "mt-bench",
-            "--limit", "2", "--max-new-tokens", "6", "--out", str(tmp_path / "report")]
+    argv = [
+        "--target",
+        str(target),
+        "--drafter",
+        str(drafter),
+        "--benchmarks",
+        str(bench),
+        "--benchmark",
+        "gsm8k",
+        "mt-bench",
+        "--limit",
+        "2",
+        "--max-new-tokens",
+        "6",
+        "--out",
+        str(tmp_path / "report"),
+    ]
     assert evaluate.main(argv) == 0
     report, text = report_of(tmp_path / "report"), (tmp_path / "report/report.md").read_text()
     assert report["sources"] == ["gsm8k"] * 2 + ["mt-bench"] * 4
@@ -96,10 +123,19 @@ def test_tasks_share_the_prompts_and_the_report_is_that_of_one_process(evaluate,
     assert evaluate.main([*argv, "--task", "2", "--num-tasks", "2"]) == 2
 
 
-@pytest.mark.parametrize("trained, message", [
-    ({"sha256": None, "args": {"enable_thinking": False}}, "args is {} here and {'enable_thinking': False} in its training"),
-    (None, "does not say which chat template")])
-def test_prompts_rendered_otherwise_than_the_training_data_are_warned_of(evaluate, chat_pair, tmp_path, capsys, trained, message):
+@pytest.mark.parametrize(
+    "trained, message",
+    [
+        (
+            {"sha256": None, "args": {"enable_thinking": False}},
+            "args is {} here and {'enable_thinking': False} in its training",
+        ),
+        (None, "does not say which chat template"),
+    ],
+)
+def test_prompts_rendered_otherwise_than_the_training_data_are_warned_of(
+    evaluate, chat_pair, tmp_path, capsys, trained, message
+):
     """Case 103: the switch of a thinking template decides the accepted length."""
     target, drafter = chat_pair
     other = tmp_path / "drafter"
@@ -107,8 +143,13 @@ def test_prompts_rendered_otherwise_than_the_training_data_are_warned_of(evaluat
     if trained:
         (other / "training.json").write_text(json.dumps({"template": trained}))
     prompts = write_lines(tmp_path / "prompts.jsonl", [{"prompt": "Hi"}])
-    assert evaluate.main(arguments(prompts, tmp_path / "report", "--max-new-tokens", 3, target=target, drafter=other)) == 0
-    assert f"warning: the {'chat template' if trained else 'drafter'}" in (err := capsys.readouterr().err) and message in err
+    assert (
+        evaluate.main(arguments(prompts, tmp_path / "report", "--max-new-tokens", 3, target=target, drafter=other)) == 0
+    )
+    assert (
+        f"warning: the {'chat template' if trained else 'drafter'}" in (err := capsys.readouterr().err)
+        and message in err
+    )
     report = report_of(tmp_path / "report")
     assert report["training_template"] == trained and report["template"]["sha256"]
 
@@ -135,8 +176,13 @@ def test_the_time_of_transformers_generate_is_taken_on_the_same_text(evaluate, t
     timed = [record for record in records if "generate" in record]
     assert [record["prompt"] for record in timed] == [0, 1, 2]
     for record in timed:
-        assert record["generate"]["output_ids"] == record["plain"]["output_ids"] and record["generate"]["seconds"]["verify"] > 0
+        assert (
+            record["generate"]["output_ids"] == record["plain"]["output_ids"]
+            and record["generate"]["seconds"]["verify"] > 0
+        )
     rates = report_of(tmp_path / "report")
     tokens = sum(len(record["drafter"]["output_ids"]) - 1 for record in timed)
-    drafted = tokens / sum(record["drafter"]["seconds"][part] for record in timed for part in ("draft", "verify", "rest"))
+    drafted = tokens / sum(
+        record["drafter"]["seconds"][part] for record in timed for part in ("draft", "verify", "rest")
+    )
     assert rates["speedup_over_generate"] == pytest.approx(drafted / rates["tokens_per_second"]["generate"])

@@ -1,4 +1,5 @@
 """The steps read off the target's own text are those that the drafting loop takes."""
+
 import json
 from pathlib import Path
 
