@@ -33,6 +33,7 @@ PAGES = [
         "launch/TROUBLESHOOTING.md",
         "launch/runs/README.md",
         "launch/slurm/README.md",
+        "pipeline/EVALUATION.md",
         "pipeline/README.md",
     )
 ]
@@ -49,6 +50,9 @@ ELSEWHERE = {
     "$EDITOR": "a person edits",
     "sbatch": "tests/launch/test_slurm.py submits the scripts to a real SLURM",
     "bash tests/soak.sh": "takes 20 minutes",
+    "--engine vllm": "asks a server; tests/pipeline has one of its own",
+    "$R/vllm": "compares with what a server's evaluation wrote",
+    "launch/ablate.py": "tests/pipeline/test_ablate.py runs it",
 }
 SMALL = (
     "drafter.num_layers=1",
@@ -87,6 +91,8 @@ class Machine:
         rows = [{"prompt": text} for text in PROMPTS]
         for name in ("my_prompts.jsonl", "my_chats.jsonl"):
             (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+        for name in ("gsm8k", "math500", "mt-bench"):
+            (folder / f"{name}.jsonl").write_text(json.dumps({"turns": PROMPTS[:2]}) + "\n")
         Dataset.from_list(rows).to_parquet(folder / "ultrachat.parquet")
         Dataset.from_list(rows).save_to_disk(folder / "saved_dataset")
         site = (ROOT / "launch/slurm/site.env").read_text()
@@ -104,7 +110,9 @@ class Machine:
             command = command.replace(name, str(value))
         words = shlex.split(command, comments=True)
         for i, word in enumerate(words):
-            if word in ("my_prompts.jsonl", "my_chats.jsonl", "ultrachat.parquet"):
+            if word == "DIR":
+                words[i] = str(self.folder)
+            elif word in ("my_prompts.jsonl", "my_chats.jsonl", "ultrachat.parquet"):
                 words[i] = str(self.folder / word)
             elif word == "--max-new-tokens":
                 words[i + 1] = "8"
@@ -178,14 +186,16 @@ def test_the_commands_of_a_page_run(page, machine, dataset, monkeypatch):
     if page.parts[0] in ("pipeline", "launch"):  # these begin with a dataset, and with a trained drafter
         for name in ("dataset", "prompts"):
             (out / name).symlink_to(dataset / name)
-        if page == Path("launch/README.md"):
+        if page in (Path("launch/README.md"), Path("pipeline/EVALUATION.md")):
             machine.run(
                 "deepspeed launch/train.py --ds_config ds_configs/zero3.json --run launch/runs/qwen3-8b-5layers.yaml "
                 "out=$R target.path=$T",
                 out,
             )
+        if page == Path("pipeline/EVALUATION.md"):
+            machine.run("python launch/export.py $R/checkpoints $R/drafter", out)
     for command in commands(page):
-        if re.fullmatch(r"T=\S+; R=\S+( +#.*)?", command) or any(command.startswith(start) for start in ELSEWHERE):
+        if re.fullmatch(r"T=\S+; R=\S+( +#.*)?", command) or any(part in command for part in ELSEWHERE):
             continue
         if "$SLURM_ARRAY_TASK_ID" in command:
             for task in range(int(re.search(r"--num-tasks (\d+)", command)[1])):

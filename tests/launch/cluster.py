@@ -147,17 +147,23 @@ class Cluster:
             field.split("=", 1) for field in self.ask("scontrol", "show", "job", "-o", number).split() if "=" in field
         )
 
-    def close(self) -> None:
-        """Ends the daemons and whatever jobs are left, all known by their SLURM_CONF, and removes the folder."""
-        ours, left = self.environment["SLURM_CONF"], []
+    def _processes(self) -> list[psutil.Process]:
+        """The daemons and whatever jobs are left, known by their SLURM_CONF. psutil itself does not find it in the
+        environment of slurmstepd, which writes its title over the first part."""
+        ours, found = b"SLURM_CONF=" + self.environment["SLURM_CONF"].encode(), []
         for process in psutil.process_iter():
-            with contextlib.suppress(psutil.Error):
-                if process.environ().get("SLURM_CONF") == ours:
-                    left.append(process)
-        for process in left:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
+            with contextlib.suppress(OSError):
+                if ours in Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0"):
+                    found.append(process)
+        return found
+
+    def close(self) -> None:
+        """Ends everything that the cluster has started and removes its folder."""
+        while left := self._processes():
+            for process in left:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+            psutil.wait_procs(left, timeout=10)
         for child in self._children:
             child.wait(timeout=10)
-        psutil.wait_procs(left, timeout=10)
         shutil.rmtree(self.folder)

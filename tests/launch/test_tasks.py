@@ -125,7 +125,7 @@ def test_submit_prints_every_command_of_the_chain_with_its_dependency_and_submit
         and "--storage fp8" in commands["extract"]
     )
     assert "--nodes=4" in commands["train"] and commands["train"].endswith(f"out={shell.folder} optim.lr=1e-4")
-    assert "--time=1 " in commands["collect"] and "--mem=1G" in commands["export"]  # results of a GPU are collected on one
+    assert "--time=1 " in commands["collect"] and "--mem=1G" in commands["export"]  # collecting needs the GPU too
     assert "enable_thinking" in commands["respond"] and "enable_thinking" in commands["evaluate"]
 
 
