@@ -13,6 +13,10 @@ environment() {
     [ -x .venv/bin/python ] || "$base" -m venv .venv || return 2
     PYTHON=$PWD/.venv/bin/python
     export PATH=$PWD/.venv/bin:$PATH
+    # Compiled operations belong to the environment: those that share a folder would compile in turn.
+    export TORCH_EXTENSIONS_DIR=${TORCH_EXTENSIONS_DIR:-$PWD/.venv/torch_extensions}
+    # A lock older than any compilation was left by a killed process; every later start would wait for it.
+    [ ! -d "$TORCH_EXTENSIONS_DIR" ] || find "$TORCH_EXTENSIONS_DIR" -name lock -mmin +10 -print -delete
     stamp=.venv/installed-$extras
     wanted=$(cat setup.cfg pyproject.toml launch/constraints.txt | cksum)
     if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then

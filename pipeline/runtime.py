@@ -1,4 +1,5 @@
 """The process a run lives in: ranks, device, precision, versions, and the words it prints."""
+import contextlib
 import importlib.metadata
 import logging
 import os
@@ -6,6 +7,7 @@ import platform
 import socket
 import subprocess
 import sys
+import time
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +16,8 @@ import torch
 import torch.distributed as dist
 
 from data_prep.errors import UserError
+
+STALE = 600  # s after which nobody compiles any more: it takes one to two minutes
 
 PRECISION_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -61,10 +65,24 @@ def start(precision: str) -> Runtime:
         here = int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or world)
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // here))
     _quiet_libraries()
+    keep_compiled_operations()
     import deepspeed  # after the device is set: importing it probes the accelerator
 
     deepspeed.init_distributed("nccl" if gpu else "gloo", verbose=False)
     return Runtime(rank, world, local_rank, device, resolve_precision(precision, device))
+
+
+def keep_compiled_operations() -> None:
+    """What DeepSpeed compiles stays in the virtual environment: environments that share a folder would compile in turn.
+    A lock that a killed compiler left goes, since every later start would wait for it without a word."""
+    if "TORCH_EXTENSIONS_DIR" not in os.environ and sys.prefix != sys.base_prefix:
+        os.environ["TORCH_EXTENSIONS_DIR"] = str(Path(sys.prefix) / "torch_extensions")
+    folder = os.environ.get("TORCH_EXTENSIONS_DIR")
+    for lock in Path(folder).glob("*/lock") if folder else ():
+        with contextlib.suppress(FileNotFoundError):  # another rank was faster
+            if time.time() - lock.stat().st_mtime > STALE:
+                lock.unlink()
+                print(f"removed {lock}, left by a process that was killed while compiling", flush=True)
 
 
 def _quiet_libraries() -> None:
