@@ -77,8 +77,16 @@ stage train yes "checkpoints metrics.jsonl tensorboard" deepspeed --num_accelera
     launch/train.py --ds_config ds_configs/zero3.json --run $run --resume auto out="$out"
 stage export no drafter python launch/export.py "$out/checkpoints" "$out/drafter"
 stage export-untrained no drafter_untrained python launch/export.py "$out/checkpoints" "$out/drafter_untrained" --untrained
-# One sequence at a time is bound by memory: a second thread would only wait.
-stage evaluate yes report env OMP_NUM_THREADS=1 python launch/evaluate.py --target "$out/target" --drafter "$out/drafter" \
+# in_tasks N COMMAND...: N processes that share the work, then the report of them all.
+in_tasks() {
+    local count=$1 task pids=()
+    shift
+    for ((task = 0; task < count; task++)); do "$@" --num-tasks "$count" --task "$task" & pids+=($!); done
+    for task in "${pids[@]}"; do wait "$task"; done
+    "$@" --num-tasks "$count"
+}
+# One sequence at a time is bound by memory: a second thread would only wait, a second process is worth more.
+stage evaluate yes report in_tasks "$ranks" env OMP_NUM_THREADS=1 python launch/evaluate.py --target "$out/target" --drafter "$out/drafter" \
     --baseline "$out/drafter_untrained" --prompts "$out/prompts/heldout.jsonl" --out "$out/report" \
     --max-new-tokens $eval_tokens --history "$out/metrics.jsonl"
 
