@@ -81,8 +81,10 @@ stage export-untrained no drafter_untrained python launch/export.py "$out/checkp
 in_tasks() {
     local count=$1 task pids=()
     shift
+    trap 'kill "${pids[@]}" 2>/dev/null || true' EXIT  # Ctrl-C does not reach processes in the background
     for ((task = 0; task < count; task++)); do "$@" --num-tasks "$count" --task "$task" & pids+=($!); done
     for task in "${pids[@]}"; do wait "$task"; done
+    trap - EXIT
     "$@" --num-tasks "$count"
 }
 # One sequence at a time is bound by memory: a second thread would only wait, a second process is worth more.
