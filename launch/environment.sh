@@ -13,10 +13,6 @@ environment() {
     [ -x .venv/bin/python ] || "$base" -m venv .venv || return 2
     PYTHON=$PWD/.venv/bin/python
     export PATH=$PWD/.venv/bin:$PATH
-    # Compiled operations belong to the environment: those that share a folder would compile in turn.
-    export TORCH_EXTENSIONS_DIR=${TORCH_EXTENSIONS_DIR:-$PWD/.venv/torch_extensions}
-    # A lock older than any compilation was left by a killed process; every later start would wait for it.
-    [ ! -d "$TORCH_EXTENSIONS_DIR" ] || find "$TORCH_EXTENSIONS_DIR" -name lock -mmin +10 -print -delete
     stamp=.venv/installed-$extras
     wanted=$(cat setup.cfg pyproject.toml launch/constraints.txt | cksum)
     if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
@@ -26,7 +22,8 @@ environment() {
         "$PYTHON" -m pip install --quiet -c launch/constraints.txt torch || return 2
         "$PYTHON" -m pip install --quiet -c launch/constraints.txt -e ".[$extras]" || return 2
         echo "== compiling DeepSpeed's shared-memory operation (once, one to two minutes)"
-        "$PYTHON" -c 'from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder as B; B().load(verbose=False)' || return 2
+        "$PYTHON" -c 'from pipeline.runtime import keep_compiled_operations as keep; keep()
+from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder as B; B().load(verbose=False)' || return 2
         echo "$wanted" > "$stamp"
     fi
 }

@@ -23,7 +23,6 @@ class Tiles:
     key_blocks_T: Tensor
     partial_BIJ: Tensor
     full_BIJ: Tensor
-    tile: int
 
     def lists(self, kind_BIJ: Tensor) -> tuple[Tensor, Tensor]:
         """int32 counts [B, 1, I] and indices [B, 1, I, J]: the tiles of every row of tiles, those that count first."""
@@ -51,7 +50,7 @@ def score_tiles(anchors_BN: Tensor, starts_BN: Tensor | None, block_size: int, c
     row_blocks_Q = torch.arange(Q, device=device, dtype=torch.int32) // K
     key_blocks_T = torch.cat([row_blocks_Q.new_full((S,), -1), row_blocks_Q])
     of_rows = lambda t: t.to(torch.int32).repeat_interleave(K, 1)  # noqa: E731
-    return Tiles(of_rows(starts_BN), of_rows(anchors_BN), row_blocks_Q, key_blocks_T, some_BIJ & ~full_BIJ, full_BIJ, tile)
+    return Tiles(of_rows(starts_BN), of_rows(anchors_BN), row_blocks_Q, key_blocks_T, some_BIJ & ~full_BIJ, full_BIJ)
 
 
 def _count(flags_BNJ: Tensor, first_I: Tensor, last_I: Tensor) -> Tensor:
