@@ -20,8 +20,8 @@ from data_prep.generate import generate
 from pipeline.anchors import block_input_ids
 from pipeline.speculate import Generation, Step, TappedLayers
 
-# Bytes of float32 logits held at once.
-CHUNK_BYTES = 256 * 1024**2
+CHUNK_BYTES = 256 * 1024**2  # float32 logits held at once
+KEPT_BYTES = 4 * 1024**3  # states that are kept for the next drafter
 
 
 @dataclass(frozen=True)
@@ -40,34 +40,44 @@ class Text:
 
 
 class Responder:
-    """Greedy texts of one target. What it has generated is remembered, since every drafter is judged on the same
-    text."""
+    """Greedy texts of one target. What it has generated is remembered, and the states over it as far as KEPT_BYTES go,
+    since every drafter is judged on the same text."""
 
     def __init__(self, target: nn.Module, max_new_tokens: int, stop_token_ids: Collection[int]):
         self.target, self.max_new_tokens, self.stop_token_ids = target, max_new_tokens, stop_token_ids
         self._known: dict[tuple[int, ...], list[int]] = {}  # prompt -> tokens behind it
+        self._kept: dict[tuple[int, ...], dict[int, Tensor]] = {}  # prompt -> Text.states
+        self._room = KEPT_BYTES
 
     @torch.inference_mode()
     def texts(self, prompts: Sequence[Sequence[int]], layer_ids: Sequence[int], block_size: int) -> list[Text]:
         """The texts of a batch of prompts, with the raw outputs of `layer_ids` over prompt and response, for blocks of
         up to `block_size` slots."""
-        behind = self._behind([tuple(prompt) for prompt in prompts], self.max_new_tokens + block_size - 1)
-        outputs = [_cut(text[: self.max_new_tokens], self.stop_token_ids) for text in behind]
-        whole = [torch.tensor([*prompt, *text]) for prompt, text in zip(prompts, behind)]
-        ids_BS = nn.utils.rnn.pad_sequence(whole, batch_first=True).to(self.target.device)
-        with TappedLayers(self.target, layer_ids) as taps:
-            self.target.get_decoder()(
-                input_ids=ids_BS, use_cache=False
-            )  # causal: padding behind a row changes nothing in it
+        keys = [tuple(prompt) for prompt in prompts]
+        behind = dict(zip(keys, self._behind(keys, self.max_new_tokens + block_size - 1)))
+        outputs = {key: _cut(text[: self.max_new_tokens], self.stop_token_ids) for key, text in behind.items()}
+        states = self._states({key: [*key, *output] for key, output in outputs.items()}, layer_ids)
         return [
-            Text(
-                len(prompt),
-                output,
-                ids.to(self.target.device),
-                {i: states_BSD[row, : len(prompt) + len(output)] for i, states_BSD in taps.outputs.items()},
-            )
-            for row, (prompt, output, ids) in enumerate(zip(prompts, outputs, whole))
+            Text(len(key), outputs[key], torch.tensor([*key, *behind[key]], device=self.target.device), states[key])
+            for key in keys
         ]
+
+    def _states(
+        self, wholes: dict[tuple[int, ...], list[int]], layer_ids: Sequence[int]
+    ) -> dict[tuple[int, ...], dict[int, Tensor]]:
+        """Text.states of every prompt, from its tokens with those of the response; one pass for what is not kept."""
+        found = {key: self._kept[key] for key in wholes if set(layer_ids) <= self._kept.get(key, {}).keys()}
+        if missing := {key: torch.tensor(ids) for key, ids in wholes.items() if key not in found}:
+            ids_BS = nn.utils.rnn.pad_sequence(list(missing.values()), batch_first=True).to(self.target.device)
+            with TappedLayers(self.target, layer_ids) as taps:
+                # Causal: padding behind a row changes nothing in it.
+                self.target.get_decoder()(input_ids=ids_BS, use_cache=False)
+            for row, (key, ids) in enumerate(missing.items()):
+                found[key] = {i: states_BSD[row, : len(ids)].clone() for i, states_BSD in taps.outputs.items()}
+                size = sum(states.nbytes for states in found[key].values())
+                if key not in self._kept and size <= self._room:
+                    self._kept[key], self._room = found[key], self._room - size
+        return found
 
     def _behind(self, prompts: list[tuple[int, ...]], length: int) -> list[list[int]]:
         """`length` greedy tokens behind every prompt: verification looks up to K - 1 tokens past the response's end, be

@@ -61,3 +61,24 @@ def test_a_text_is_generated_once_however_many_drafters_are_judged_on_it(golden,
         texts = responder.texts([*prompts[:3], prompts[0]], drafter.config.target_layer_ids, block_size)
         assert [len(text.ids) - text.prompt for text in texts] == [9 + block_size] * 4
     assert calls == [3, 3]  # a longer block looks further
+
+
+@pytest.mark.parametrize(("room", "passes"), [(0, [2, 2, 2]), (1, [2, 1, 1]), (2, [2])])
+def test_the_states_over_a_text_are_kept_as_far_as_there_is_room(golden, monkeypatch, room, passes):
+    target, drafter, prompts = golden
+    prompts, layer_ids = [prompts[0], prompts[0][:-1]], drafter.config.target_layer_ids
+    one = len(layer_ids) * (len(prompts[0]) + 10) * target.config.hidden_size * 4
+    monkeypatch.setattr(module, "KEPT_BYTES", room * one)
+    responder = Responder(target, 10, ())
+    responder._behind([tuple(prompt) for prompt in prompts], 17)  # the passes below are for the states alone
+    rows = []
+    hook = target.get_decoder().register_forward_pre_hook(
+        lambda _module, _args, options: rows.append(len(options["input_ids"])), with_kwargs=True
+    )
+    with torch.no_grad():
+        steps = [
+            [replay(target, drafter, text).steps for text in responder.texts(prompts, layer_ids, 8)] for _ in range(3)
+        ]
+    hook.remove()
+    assert rows == passes
+    assert steps == [[generate_drafted(target, drafter, prompt, 10).steps for prompt in prompts]] * 3
