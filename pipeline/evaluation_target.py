@@ -20,7 +20,6 @@ from data_prep.tokens import check_template_args, load_tokenizer, prompt_ids, te
 from pipeline.drafter import DFlashDrafter
 from pipeline.prompts import Conversation
 from pipeline.replay import Responder
-from pipeline.speculate import check_drafter_fits
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 # How steps are counted: by the drafting loop, from batches of greedy text, or by a server (methods.py).
@@ -61,8 +60,8 @@ class EvaluationTarget:
 
     def __init__(self, folder: Path, settings: Settings):
         self.folder, self.settings = folder, settings
-        config = text_config(read_config(folder))
-        self.positions, self.rows = config["max_position_embeddings"], config["vocab_size"]
+        self.config = text_config(read_config(folder))
+        self.positions, self.rows = self.config["max_position_embeddings"], self.config["vocab_size"]
         has_tokenizer = any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json"))
         self.tokenizer = load_tokenizer(folder) if has_tokenizer else None
         if settings.template_args:
@@ -74,7 +73,7 @@ class EvaluationTarget:
 
     @cached_property
     def model(self) -> PreTrainedModel:
-        """Loaded when it is first run: a server's drafter is evaluated without."""
+        """Loaded when it is first run: a server's drafter is evaluated without, and so is a finished log reported."""
         return load_model(self.folder, DTYPES[self.dtype])
 
     @cached_property
@@ -82,10 +81,8 @@ class EvaluationTarget:
         return Responder(self.model, self.settings.max_new_tokens, set(self.stop_token_ids))
 
     def drafter(self, folder: Path) -> DFlashDrafter:
-        """The drafter in `folder`, ready to draft for this target. UserError where it was made for another one."""
-        drafter = DFlashDrafter.from_pretrained(folder, dtype=DTYPES[self.dtype]).to(self.device)
-        check_drafter_fits(drafter.config, self.model)
-        return drafter
+        """The drafter in `folder`, ready to draft for this target."""
+        return DFlashDrafter.from_pretrained(folder, dtype=DTYPES[self.dtype]).to(self.device)
 
     def _required_tokenizer(self, where: str):
         if self.tokenizer is None:
@@ -106,7 +103,7 @@ class EvaluationTarget:
         if self.tokenizer is not None:
             return stop_token_ids(self.folder, self.tokenizer)
         generation = self.folder / "generation_config.json"
-        said = json.loads(generation.read_text()) if generation.is_file() else text_config(read_config(self.folder))
+        said = json.loads(generation.read_text()) if generation.is_file() else self.config
         eos = said.get("eos_token_id")
         return eos if isinstance(eos, list) else [] if eos is None else [eos]
 

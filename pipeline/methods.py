@@ -8,19 +8,21 @@ Served   a running server's own count (served.py)
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import Protocol
 
 import torch
 
 from data_prep.files import canonical_json, sha256_hex
+from pipeline.drafter import DFlashDrafter
 from pipeline.drafter_config import DrafterConfig
 from pipeline.evaluation_target import EvaluationTarget, Settings
 from pipeline.reference import generate_reference
 from pipeline.replay import replay
 from pipeline.report import run_record
 from pipeline.served import Engine
-from pipeline.speculate import Generation, generate_drafted, generate_plain
+from pipeline.speculate import Generation, check_drafter_fits, generate_drafted, generate_plain
 from pipeline.trace import logit_gaps
 
 GENERATE_PROMPTS = 3  # first prompts that transformers' own `generate` is timed on
@@ -43,20 +45,26 @@ def seed_of(settings: Settings, prompt: int, turn: int) -> int:
 
 
 class _Local:
-    """Target and drafters in this process."""
+    """Target and drafters in this process, loaded with the first prompt. UserError where a drafter does not fit."""
 
     def __init__(self, target: EvaluationTarget, settings: Settings, folders: dict[str, Path]):
-        self.target, self.settings, self.device = target, settings, target.device.type
-        self.drafters = {role: target.drafter(folder) for role, folder in folders.items()}
-        self.block_sizes = {role: drafter.config.block_size for role, drafter in self.drafters.items()}
+        self.target, self.settings, self.folders, self.device = target, settings, folders, target.device.type
+        configs = {role: DrafterConfig.from_json(folder / "config.json") for role, folder in folders.items()}
+        for config in configs.values():
+            check_drafter_fits(config, target.config)
+        self.block_sizes = {role: config.block_size for role, config in configs.items()}
+
+    @cached_property
+    def drafters(self) -> dict[str, DFlashDrafter]:
+        return {role: self.target.drafter(folder) for role, folder in self.folders.items()}
 
 
 class Loop(_Local):
     def records(self, todo: Todo, turn: int) -> Iterator[tuple[int, dict]]:
         """Every prompt is run plainly and with every drafter; the first ones by transformers' own `generate` as
         well."""
-        model = self.target.model
         for number, (prompt, ids) in enumerate(todo):
+            model = self.target.model
             if number == 0 and turn == 0:
                 self._warm_up(ids)
             record = {
@@ -92,6 +100,8 @@ class Loop(_Local):
 class Walk(_Local):
     def records(self, todo: Todo, turn: int) -> Iterator[tuple[int, dict]]:
         """Prompts of like lengths are generated together."""
+        if not todo:
+            return
         layer_ids = sorted({i for drafter in self.drafters.values() for i in drafter.config.target_layer_ids})
         longest = max(self.block_sizes.values())
         todo = sorted(todo, key=lambda item: len(item[1]), reverse=True)

@@ -113,8 +113,9 @@ def _accepted(
     block_ids_1T = block_input_ids(ids_S[None], anchors_N[None], K, drafter.config.mask_token_id)
     noise_1TD = target.get_input_embeddings()(block_ids_1T)
     hidden_1TD = drafter(noise_1TD, features_1SE, anchors_N[None])
-    hidden_NJD = hidden_1TD[0].unflatten(0, (-1, K))[:, 1:]
-    drafted_NJ = target.get_output_embeddings()(hidden_NJD).argmax(-1)
+    # Rows that lie behind one another: over a sliced tensor the head is multiplied block by block, 5 times slower.
+    hidden_RD = hidden_1TD[0].unflatten(0, (-1, K))[:, 1:].flatten(0, 1)
+    drafted_NJ = target.get_output_embeddings()(hidden_RD).argmax(-1).unflatten(0, (-1, K - 1))
     labels_NJ = ids_S[anchors_N[:, None] + torch.arange(1, K, device=anchors_N.device)]
     return (drafted_NJ == labels_NJ).long().cumprod(-1).sum(-1).tolist()
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -22,6 +22,7 @@ from transformers import DynamicCache
 
 from data_prep.errors import UserError
 from data_prep.model import decoder_layers
+from pipeline.drafter_config import DrafterConfig
 
 
 @dataclass(frozen=True)
@@ -60,16 +61,16 @@ class Generation:
     seconds: Seconds = field(default_factory=Seconds)
 
 
-def check_drafter_fits(config, target: nn.Module) -> None:
-    """Raise UserError, naming both values, where a drafter's config contradicts the loaded target.
+def check_drafter_fits(config: DrafterConfig, target: Mapping) -> None:
+    """Raise UserError, naming both values, where a drafter's config contradicts the target's (its config.json, the part
+    of the language model).
 
     Layer ids and mask token were checked against `num_target_layers` and `vocab_size` when the config was read.
     """
-    target_config = target.config.get_text_config()
     for name, drafter_value, target_value in (
-        ("hidden_size", config.hidden_size, target_config.hidden_size),
-        ("vocab_size", config.vocab_size, target.get_input_embeddings().weight.shape[0]),
-        ("num_target_layers", config.num_target_layers, target_config.num_hidden_layers),
+        ("hidden_size", config.hidden_size, target["hidden_size"]),
+        ("vocab_size", config.vocab_size, target["vocab_size"]),
+        ("num_target_layers", config.num_target_layers, target["num_hidden_layers"]),
     ):
         if drafter_value != target_value:
             raise UserError(

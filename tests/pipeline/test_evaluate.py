@@ -12,6 +12,7 @@ import torch
 from data_prep.errors import UserError
 from data_prep.tiny_target import make_tiny_target
 from data_prep.tokens import load_tokenizer, template_sha256
+from pipeline import evaluation_target
 from pipeline.drafter import DFlashDrafter
 from pipeline.drafter_config import DrafterConfig
 from pipeline.plots import plot_acceptance, plot_training
@@ -113,8 +114,10 @@ def test_prompts_are_written_for_engines_and_plots_are_pictures(evaluated):
         assert (out / name).read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_rerun_computes_nothing_and_gives_the_same_report(evaluate, evaluated, capsys):
+def test_a_rerun_loads_no_weights_and_gives_the_same_report(evaluate, evaluated, capsys, monkeypatch):
     argv, out = evaluated
+    for loader in ("load_model", "DFlashDrafter"):
+        monkeypatch.delattr(evaluation_target, loader)
     before, log = report_of(out), (out / "results.jsonl").read_bytes()
     assert evaluate.main(argv) == 0
     assert (out / "results.jsonl").read_bytes() == log

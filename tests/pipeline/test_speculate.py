@@ -275,7 +275,8 @@ def test_empty_prompts_and_limits_below_one_are_refused(golden):
 @pytest.mark.parametrize("field", ["hidden_size", "vocab_size", "num_target_layers"])
 def test_a_drafter_of_another_target_is_refused_with_both_values(golden, field):
     target, drafter, _ = golden
-    check_drafter_fits(drafter.config, target)
+    config = target.config.to_dict()
+    check_drafter_fits(drafter.config, config)
     wrong = SimpleNamespace(**{**vars(drafter.config), field: 77})
     with pytest.raises(UserError, match=rf"{field} is 77, the target has \d+"):
-        check_drafter_fits(wrong, target)
+        check_drafter_fits(wrong, config)
