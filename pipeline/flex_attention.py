@@ -7,11 +7,12 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
+from pipeline.compiled import compiled
 from pipeline.tiles import score_tiles
 
 TILE = 128  # FlexAttention's own default for its masks
 
-_compiled = torch.compile(flex_attention, dynamic=True)
+_compiled = compiled(flex_attention, dynamic=True)
 
 
 class FlexAttention:

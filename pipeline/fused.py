@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm
 
+from pipeline.compiled import compiled
+
 
 @cache
 def _liger():
@@ -38,7 +40,7 @@ def plain_rotate(x_BHTD: Tensor, cos_BTD: Tensor, sin_BTD: Tensor) -> Tensor:
 
 
 _compiled_rms_norm, _compiled_swiglu, _compiled_rotate = (
-    torch.compile(function, dynamic=True) for function in (plain_rms_norm, plain_swiglu, plain_rotate))
+    compiled(function, dynamic=True) for function in (plain_rms_norm, plain_swiglu, plain_rotate))
 
 
 def rotate(x_BHTD: Tensor, cos_BTD: Tensor, sin_BTD: Tensor) -> Tensor:

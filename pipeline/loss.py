@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from pipeline.compiled import compiled
 from pipeline.credit import credit_weights
 
 # Bytes of float32 logits held at once. A GPU's matrix units want tall products, a CPU's caches small ones.
@@ -107,7 +108,7 @@ def gradient(logits_RV: Tensor, labels_R1: Tensor, lse_R1: Tensor, weights_R1: T
     return (((logits_RV - lse_R1).exp() - onehot_RV.to(logits_RV.dtype)) * weights_R1).to(dtype)
 
 
-_compiled_statistics, _compiled_gradient = torch.compile(statistics), torch.compile(gradient)
+_compiled_statistics, _compiled_gradient = compiled(statistics), compiled(gradient)
 
 
 def statistics_in_place(logits_RV: Tensor, labels_R1: Tensor) -> tuple[Tensor, Tensor, Tensor]:
