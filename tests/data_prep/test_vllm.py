@@ -1,35 +1,23 @@
 """Responses from a real vLLM server, where its command is installed."""
 
-import os
 import shutil
-import signal
-import socket
-import subprocess
 import threading
 import time
-from pathlib import Path
 
 import pytest
-import requests
 
 from data_prep import fleet
 from data_prep.errors import UserError
 from data_prep.responses import respond
 from data_prep.tiny_target import make_tiny_target
 from data_prep.tokens import load_tokenizer
+from tests.vllm_server import needs_vllm, vllm_server
 
 from .conftest import read_lines, write_lines
 
-VLLM = shutil.which("vllm")
-ENVIRONMENT = {
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-    "HF_HUB_OFFLINE": "1",
-    "OMP_NUM_THREADS": "1",
-}
 STOPS = '{"eos_token_id": [2, 247]}'
 
-pytestmark = pytest.mark.skipif(VLLM is None, reason="no vllm command on the PATH")
+pytestmark = needs_vllm
 
 
 @pytest.fixture(scope="module")
@@ -37,38 +25,8 @@ def served(tmp_path_factory):
     """A tiny target with heads wide enough for vLLM's kernels, and the URL of a server of it."""
     folder = make_tiny_target(tmp_path_factory.mktemp("served") / "tiny", hidden=128)
     (folder / "generation_config.json").write_text(STOPS)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    # the module, not the command: the command of the CPU build looks for the metadata of a package of another name
-    command = [Path(VLLM).with_name("python"), "-m", "vllm.entrypoints.openai.api_server", "--model", folder]
-    command += [
-        "--host",
-        "127.0.0.1",
-        "--port",
-        port,
-        "--dtype",
-        "float32",
-        "--enforce-eager",
-        "--max-model-len",
-        "512",
-    ]
-    log = folder.with_name("vllm.log")
-    with open(log, "wb") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=output, env=os.environ | ENVIRONMENT)
-    url = f"http://127.0.0.1:{port}/v1"
-    try:
-        for _ in range(300):
-            assert process.poll() is None, log.read_text()[-3000:]
-            try:
-                requests.get(f"{url}/models", timeout=5)
-                break
-            except requests.RequestException:
-                time.sleep(1)
+    with vllm_server(folder, folder.with_name("vllm.log"), "--max-model-len", 512) as (url, process):
         yield folder, url, process
-    finally:
-        process.send_signal(signal.SIGTERM)
-        process.wait(60)
 
 
 def responses_of(folder, prompts, out, **options) -> dict[str, dict]:

