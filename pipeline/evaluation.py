@@ -7,6 +7,7 @@ and on the first prompts `generate`, transformers' own. What makes the records i
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
@@ -114,24 +115,36 @@ class Evaluation:
         )
 
     def run(self, log: ResultLog, task: int = 0, num_tasks: int = 1) -> None:
-        """Computes what the log lacks of this task, turn after turn, and logs it prompt by prompt."""
+        """Computes what the log lacks of this task, turn after turn, and logs it prompt by prompt. A task of the loop that
+        is done takes over what the other tasks would come to last, so that none is waited for."""
         mine = self.turns(task, num_tasks)
         done = [log.records[place]["drafter"]["accepted"] for place in mine if place in log.records]
         emitted, steps = (sum(counts) for counts in zip(*map(emitted_tokens, done), strict=True)) if done else (0, 0)
         with tqdm(total=len(mine), initial=len(done), desc="evaluate", unit="prompt", smoothing=0.1) as bar:
-            for turn in range(max(conversation.answers for conversation in self.conversations)):
-                todo = [
-                    (prompt, self._prompt(log, prompt, turn))
-                    for prompt, at in mine
-                    if at == turn and (prompt, turn) not in log.records
-                ]
-                for prompt, record in self.method.records(todo, turn):
-                    log.append(prompt, turn, record)
-                    new = emitted_tokens(record["drafter"]["accepted"])
-                    emitted, steps = emitted + new.numerator, steps + new.denominator
-                    if steps:
-                        bar.set_postfix(tau=f"{emitted / steps:.3f}", refresh=False)
-                    bar.update()
+            shares = [mine]
+            if num_tasks > 1 and self.settings.method == "loop":
+                shares.append([place for place in reversed(self.turns()) if place not in mine])
+            for share in shares:
+                for turn in range(max(conversation.answers for conversation in self.conversations)):
+                    places = [place for place in share if place[1] == turn]
+                    for prompt, record in self.method.records(self._missing(log, places, num_tasks > 1), turn):
+                        log.append(prompt, turn, record)
+                        new = emitted_tokens(record["drafter"]["accepted"])
+                        emitted, steps = emitted + new.numerator, steps + new.denominator
+                        if steps:
+                            bar.set_postfix(tau=f"{emitted / steps:.3f}", refresh=False)
+                        if share is not mine:
+                            bar.total += 1
+                        bar.update()
+
+    def _missing(self, log: ResultLog, places: list[tuple[int, int]], shared: bool) -> Iterator[tuple[int, list[int]]]:
+        """(prompt, its ids) of the places that the log lacks when their turn comes. Left out are those whose earlier
+        answers another task is still computing."""
+        for prompt, turn in places:
+            if shared:
+                log.refresh()
+            if (prompt, turn) not in log.records and all((prompt, earlier) in log.records for earlier in range(turn)):
+                yield prompt, self._prompt(log, prompt, turn)
 
     def _prompt(self, log: ResultLog, prompt: int, turn: int) -> list[int]:
         answers = [log.records[prompt, earlier]["plain"]["output_ids"] for earlier in range(turn)]

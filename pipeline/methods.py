@@ -7,7 +7,7 @@ Served   a running server's own count (served.py)
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Protocol
@@ -28,7 +28,7 @@ from pipeline.trace import logit_gaps
 GENERATE_PROMPTS = 3  # first prompts that transformers' own `generate` is timed on
 WALK_TOKENS = 16384  # prompt and new tokens of the prompts that are generated together
 
-Todo = list[tuple[int, list[int]]]  # numbers of prompts and their token ids
+Todo = Iterable[tuple[int, list[int]]]  # numbers of prompts and their token ids
 
 
 class Method(Protocol):
@@ -36,7 +36,8 @@ class Method(Protocol):
     block_sizes: dict[str, int]  # by role
 
     def records(self, todo: Todo, turn: int) -> Iterator[tuple[int, dict]]:
-        """(prompt, record) for all of `todo`, the prompts of one turn, in any order."""
+        """(prompt, record) for all of `todo`, the prompts of one turn, in any order. `todo` may be read one by one, when
+        the record before is logged, or all at once."""
 
 
 def seed_of(settings: Settings, prompt: int, turn: int) -> int:
@@ -100,11 +101,11 @@ class Loop(_Local):
 class Walk(_Local):
     def records(self, todo: Todo, turn: int) -> Iterator[tuple[int, dict]]:
         """Prompts of like lengths are generated together."""
+        todo = sorted(todo, key=lambda item: len(item[1]), reverse=True)
         if not todo:
             return
         layer_ids = sorted({i for drafter in self.drafters.values() for i in drafter.config.target_layer_ids})
         longest = max(self.block_sizes.values())
-        todo = sorted(todo, key=lambda item: len(item[1]), reverse=True)
         while todo:
             rows = max(1, WALK_TOKENS // (len(todo[0][1]) + self.settings.max_new_tokens))
             batch, todo = todo[:rows], todo[rows:]

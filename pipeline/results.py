@@ -27,14 +27,19 @@ class ResultLog:
         self.key = sha256_hex(canonical_json(configuration))
         if self.path.exists():
             _cut_torn_line(self.path)
-        lines = [line for path in sorted(folder.glob("results*.jsonl")) for line in _complete_lines(path)]
-        self.records = {
-            (line["prompt"], line["turn"]): line for line in lines if line["key"] == self.key and "prompt" in line
-        }
+        self.records: dict[tuple[int, int], dict] = {}
+        self.refresh()
         known = [line for line in _complete_lines(self.path) if "configuration" in line] if self.path.exists() else []
         self.changes = _differences(known[-1]["configuration"], configuration) if known else []
         if not known or known[-1]["key"] != self.key:
             self._write({"key": self.key, "configuration": configuration})
+
+    def refresh(self) -> None:
+        """Reads what other tasks have finished meanwhile."""
+        for path in sorted(self.path.parent.glob("results*.jsonl")):
+            for line in _complete_lines(path):
+                if line["key"] == self.key and "prompt" in line:
+                    self.records[line["prompt"], line["turn"]] = line
 
     def append(self, prompt: int, turn: int, record: dict) -> None:
         line = {"key": self.key, "prompt": prompt, "turn": turn, **record}

@@ -11,6 +11,7 @@ from data_prep.tokens import load_tokenizer, template_sha256
 from pipeline.drafter import DFlashDrafter
 from pipeline.drafter_config import DrafterConfig
 from pipeline.report_text import markdown
+from pipeline.results import ResultLog
 from pipeline.speculate import generate_plain
 from pipeline.trace import logit_gaps
 from tests.evaluations import CASES, GOLDEN, arguments, golden_prompts, report_of, script, without_times, write_lines
@@ -107,14 +108,26 @@ def test_several_temperatures_give_a_report_each(evaluate, tmp_path, capsys):
     assert "walk reads the steps off greedy text, temperature is 4" in capsys.readouterr().err
 
 
-def test_tasks_share_the_prompts_and_the_report_is_that_of_one_process(evaluate, tmp_path, capsys):
+def logged(path) -> list[tuple[int, int]]:
+    return [(line["prompt"], line["turn"]) for line in map(json.loads, path.read_text().splitlines()) if "prompt" in line]
+
+
+def test_tasks_share_the_prompts_and_the_report_is_that_of_one_process(evaluate, tmp_path, capsys, monkeypatch):
     prompts = golden_prompts(tmp_path / "prompts.jsonl")
     argv = arguments(prompts, tmp_path / "shared", "--max-new-tokens", 12)
-    for task in (1, 0):
-        assert evaluate.main([*argv, "--task", str(task), "--num-tasks", "2"]) == 0
-        assert not (tmp_path / "shared/report.json").exists()
-        lines = (tmp_path / f"shared/results-{task}.jsonl").read_text().splitlines()[1:]
-        assert [json.loads(line)["prompt"] for line in lines] == [task, task + 2, task + 4]
+    first, second = tmp_path / "shared/results-0.jsonl", tmp_path / "shared/results-1.jsonl"
+    append = ResultLog.append
+
+    def the_other_task_starts_when_one_prompt_is_done(log, *record):
+        append(log, *record)
+        if log.path == first and not second.exists():
+            assert evaluate.main([*argv, "--task", "1", "--num-tasks", "2"]) == 0
+
+    monkeypatch.setattr(ResultLog, "append", the_other_task_starts_when_one_prompt_is_done)
+    assert evaluate.main([*argv, "--task", "0", "--num-tasks", "2"]) == 0
+    # Its own prompts, then those that the first task would come to last; nothing is left when that one goes on.
+    assert logged(second) == [(1, 0), (3, 0), (5, 0), (4, 0), (2, 0)] and logged(first) == [(0, 0)]
+    assert not (tmp_path / "shared/report.json").exists()
     assert evaluate.main(argv) == 0
     assert "resuming: 6 of 6 prompts are done" in capsys.readouterr().out
     assert evaluate.main(arguments(prompts, tmp_path / "alone", "--max-new-tokens", 12)) == 0
