@@ -136,6 +136,7 @@ class Evaluation:
                         if share is not mine:
                             bar.total += 1
                         bar.update()
+            bar.total = bar.n  # what others have done of this task's share is not missing
 
     def _missing(self, log: ResultLog, places: list[tuple[int, int]], shared: bool) -> Iterator[tuple[int, list[int]]]:
         """(prompt, its ids) of the places that the log lacks when their turn comes. Left out are those whose earlier
