@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import asdict
+from itertools import product
 from pathlib import Path
 
 from tqdm import tqdm
@@ -124,26 +125,25 @@ class Evaluation:
             shares = [mine]
             if num_tasks > 1 and self.settings.method == "loop":
                 shares.append([place for place in reversed(self.turns()) if place not in mine])
-            for share in shares:
-                for turn in range(max(conversation.answers for conversation in self.conversations)):
-                    places = [place for place in share if place[1] == turn]
-                    for prompt, record in self.method.records(self._missing(log, places, num_tasks > 1), turn):
-                        log.append(prompt, turn, record)
-                        new = emitted_tokens(record["drafter"]["accepted"])
-                        emitted, steps = emitted + new.numerator, steps + new.denominator
-                        if steps:
-                            bar.set_postfix(tau=f"{emitted / steps:.3f}", refresh=False)
-                        if share is not mine:
-                            bar.total += 1
-                        bar.update()
+            turns = range(max(conversation.answers for conversation in self.conversations))
+            for share, turn in product(shares, turns):
+                places = [place for place in share if place[1] == turn]
+                for prompt, record in self.method.records(self._missing(log, places), turn):
+                    log.append(prompt, turn, record)
+                    new = emitted_tokens(record["drafter"]["accepted"])
+                    emitted, steps = emitted + new.numerator, steps + new.denominator
+                    if steps:
+                        bar.set_postfix(tau=f"{emitted / steps:.3f}", refresh=False)
+                    if share is not mine:
+                        bar.total += 1
+                    bar.update()
             bar.total = bar.n  # what others have done of this task's share is not missing
 
-    def _missing(self, log: ResultLog, places: list[tuple[int, int]], shared: bool) -> Iterator[tuple[int, list[int]]]:
+    def _missing(self, log: ResultLog, places: list[tuple[int, int]]) -> Iterator[tuple[int, list[int]]]:
         """(prompt, its ids) of the places that the log lacks when their turn comes. Left out are those whose earlier
         answers another task is still computing."""
         for prompt, turn in places:
-            if shared:
-                log.refresh()
+            log.refresh()
             if (prompt, turn) not in log.records and all((prompt, earlier) in log.records for earlier in range(turn)):
                 yield prompt, self._prompt(log, prompt, turn)
 

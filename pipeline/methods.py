@@ -61,12 +61,14 @@ class _Local:
 
 
 class Loop(_Local):
+    warm = False
+
     def records(self, todo: Todo, turn: int) -> Iterator[tuple[int, dict]]:
         """Every prompt is run plainly and with every drafter; the first ones by transformers' own `generate` as
         well."""
-        for number, (prompt, ids) in enumerate(todo):
+        for prompt, ids in todo:
             model = self.target.model
-            if number == 0 and turn == 0:
+            if not self.warm:
                 self._warm_up(ids)
             record = {
                 "prompt_token_ids": ids,
@@ -96,6 +98,7 @@ class Loop(_Local):
         generate_reference(self.target.model, ids, 2)
         for drafter in self.drafters.values():
             generate_drafted(self.target.model, drafter, ids, 2)
+        self.warm = True
 
 
 class Walk(_Local):

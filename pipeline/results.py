@@ -28,16 +28,18 @@ class ResultLog:
         if self.path.exists():
             _cut_torn_line(self.path)
         self.records: dict[tuple[int, int], dict] = {}
+        self._read: dict[Path, int] = {}  # bytes of each file that are in `records`
         self.refresh()
-        known = [line for line in _complete_lines(self.path) if "configuration" in line] if self.path.exists() else []
+        known = [line for line in _complete_lines(self.path)[0] if "configuration" in line] if self.path.exists() else []
         self.changes = _differences(known[-1]["configuration"], configuration) if known else []
         if not known or known[-1]["key"] != self.key:
             self._write({"key": self.key, "configuration": configuration})
 
     def refresh(self) -> None:
-        """Reads what other tasks have finished meanwhile."""
+        """Reads the lines that were added since the last time, by other tasks as well."""
         for path in sorted(self.path.parent.glob("results*.jsonl")):
-            for line in _complete_lines(path):
+            lines, self._read[path] = _complete_lines(path, self._read.get(path, 0))
+            for line in lines:
                 if line["key"] == self.key and "prompt" in line:
                     self.records[line["prompt"], line["turn"]] = line
 
@@ -60,10 +62,14 @@ def _cut_torn_line(path: Path) -> None:
         os.truncate(path, end)
 
 
-def _complete_lines(path: Path) -> list[dict]:
-    content = path.read_bytes()
+def _complete_lines(path: Path, begin: int = 0) -> tuple[list[dict], int]:
+    """The lines from byte `begin` on that have their newline, and where they end."""
+    with open(path, "rb") as file:
+        file.seek(begin)
+        content = file.read()
+    end = content.rfind(b"\n") + 1
     try:
-        return [json.loads(line) for line in content[:content.rfind(b"\n") + 1].splitlines()]
+        return [json.loads(line) for line in content[:end].splitlines()], begin + end
     except json.JSONDecodeError as error:
         raise UserError(f"{path} is damaged ({error}); delete it to evaluate anew") from error
 

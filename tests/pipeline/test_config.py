@@ -20,9 +20,9 @@ ONE_CPU = Runtime(0, 1, 0, torch.device("cpu"), "fp32")
 
 @pytest.mark.parametrize("path", sorted((ROOT / "launch/runs").glob("*.yaml")), ids=lambda p: p.stem)
 def test_every_run_file_is_valid_and_resolves(path):
-    optim = load_run(path).optim
-    resolved = resolve_ds_config(ZERO3, load_run(path), ONE_CPU, optim.global_batch // optim.micro_batch)
-    assert resolved["train_batch_size"] == optim.global_batch
+    run = load_run(path)
+    resolved = resolve_ds_config(ZERO3, run, ONE_CPU, run.optim.global_batch // run.optim.micro_batch)
+    assert resolved["train_batch_size"] == run.optim.global_batch
 
 
 def test_every_key_of_the_quickstart_run_file_has_a_comment_and_none_is_missing():
